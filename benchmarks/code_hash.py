@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "sympow.ops.triton"
 PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
+ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 # Modules that the modules of a part import for other devices, and that its calls do not run.
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.reference")}
 
@@ -44,9 +45,9 @@ def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
 
 def _modules(part: str, files: Mapping[str, str]) -> list[str]:
     """Returns the paths of the modules of `part`, and of all modules that they import and may run, in order."""
-    own = part.replace(".", "/")
+    own = [name.replace(".", "/") for name in (part, *ALSO.get(part, ()))]
     not_run = {f"{name.replace('.', '/')}.py" for name in NOT_RUN.get(part, ())}
-    found, waiting = set(), [path for path in files if path == own + ".py" or path.startswith(own + "/")]
+    found, waiting = set(), [path for path in files for at in own if path == at + ".py" or path.startswith(at + "/")]
     while waiting:
         path = waiting.pop()
         if path not in found | not_run:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.measure import measured, write
 from sympow.data import open_corpus
-from sympow.layers.serialized import STATE_DTYPES
+from sympow.layers.state_file import STATE_DTYPES
 from sympow.models import Context, LanguageModel, load_context, save_context
 from sympow.training import load
 

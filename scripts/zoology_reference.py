@@ -1,6 +1,6 @@
 """Write weights, inputs and outputs of the mixers of Zoology's published code, which tests hold ours to.
 
-    PYTHONPATH=zoology python scripts/zoology_reference.py tests/layers/zoology_reference.npz
+    PYTHONPATH=zoology python scripts/zoology_reference.py tests/layers/zoology/zoology_reference.npz
 
 `zoology` is a checkout of github.com/HazyResearch/zoology at commit dbcb60d2bd10, the one before its head. It needs
 torch, einops, pydantic, opt_einsum, scipy, pandas and wandb. No GPU is needed: RWKV's kernel is not built, and only

@@ -20,7 +20,7 @@ import torch.multiprocessing
 # On a machine with a GPU nothing is preloaded: some of these packages initialize CUDA, which forked processes then
 # cannot use.
 PRELOAD = [] if torch.cuda.is_available() else [
-    "sympow.cli.commands", "sympow.sweeps.worker", "safetensors.torch", "torch.utils.tensorboard",
+    "sympow.conversion", "sympow.recipes", "sympow.sweeps.worker", "safetensors.torch", "torch.utils.tensorboard",
     "torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch.distributed.fsdp",
     "torch.distributed.checkpoint", "torch.distributed.tensor.experimental",
 ]  # fmt: skip

@@ -46,6 +46,14 @@ def test_links_lead_to_files(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_are_there(page):
+    """Paths in code type, from the root, or from a folder that pages speak of without naming it each time."""
+    folders = [ROOT, *(ROOT / each for each in ("sympow", "sympow/ops", "sympow/ops/triton", "docs"))]
+    named = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md))`", page.read_text("utf-8"))
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+
+
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "index.md").read_text("utf-8")
     named = {(ROOT / "docs" / link).resolve() for link in LINK.findall(index) if "://" not in link}
@@ -74,12 +82,17 @@ def names_of_pages() -> dict[str, object]:
 
 RUNNING = [
     ("docs/index.md", ...), ("docs/tutorial.md", ...), ("docs/guides/choosing.md", ...), ("docs/guides/kernel.md", ...),
-    ("docs/guides/mixer.md", ...), ("docs/guides/migration.md", ...), ("docs/command-line.md", ...),
-    ("docs/context-files.md", 0), ("docs/generation.md", ...), ("docs/mqar.md", ...), ("docs/theory.md", ...),
+    ("docs/guides/mixer.md", ...), ("docs/guides/migration.md", ...), ("docs/guides/command-line.md", ...),
+    ("docs/guides/context-files.md", 0), ("docs/guides/generation.md", ...), ("docs/guides/mqar.md", ...),
+    ("docs/theory.md", ...),
 ]  # fmt: skip
-WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/transformers.md", 1), ("docs/context-files.md", 1)]
-OF_RUNS = ["docs/ar-hits.md", "docs/api/training.md"]
-OF_A_SERVER = ["docs/serving.md"]  # tests/serving runs it
+WITH_TRANSFORMERS = [
+    ("docs/guides/transformers.md", 0),
+    ("docs/guides/transformers.md", 1),
+    ("docs/guides/context-files.md", 1),
+]
+OF_RUNS = ["docs/guides/ar-hits.md", "docs/api/training.md"]
+OF_A_SERVER = ["docs/guides/serving.md"]  # tests/serving runs it
 
 
 @pytest.mark.parametrize(("page", "only"), RUNNING, ids=[page for page, _ in RUNNING])
@@ -138,8 +151,8 @@ def test_python_about_adapters_runs(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_config(SympowConfig(model=preset("nano", vocab_size=64))).eval()
     model.save_pretrained("hf/power")
     names = {"__name__": "page"}
-    (block,) = (block for block in python_of("docs/transformers.md") if "LoraConfig(" in block)
-    exec(compile(block, "docs/transformers.md", "exec"), names)
+    (block,) = (block for block in python_of("docs/guides/transformers.md") if "LoraConfig(" in block)
+    exec(compile(block, "docs/guides/transformers.md", "exec"), names)
     tuned, tokens = AutoModelForCausalLM.from_pretrained("hf/tuned"), names["tokens"]
     assert not torch.allclose(tuned(tokens).logits, model(tokens).logits, atol=1e-3)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()

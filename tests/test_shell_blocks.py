@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sympow.cli import commands
 from sympow.conversion import swap_mixers
 from sympow.data import DataConfig, build_kernel_corpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
@@ -52,7 +51,7 @@ def world(tmp_path_factory):
         rows = [json.dumps({"text": text, "content": text}) + "\n" for text in documents]
         write_folder(folder / "rows", {"a.jsonl.gz": gzip.compress("".join(rows).encode())})
         np.arange(4000, dtype="<u2").tofile(folder / "tokens.bin")
-        patch.setattr(commands, "ROW_TOKENS", 64)
+        patch.setattr("sympow.data.corpus_folder.ROW_TOKENS", 64)
         build_kernel_corpus(folder / "kernel", folder / "linux", vocab_size=300, row_tokens=64, progress=False)
         tokenizer = (folder / "kernel" / "tokenizer.json").read_text("utf-8")
         softmax = MixerConfig("softmax", {"bias": False})
@@ -66,7 +65,7 @@ def world(tmp_path_factory):
 
 
 def sweep_of_the_page() -> str:
-    return next(block for block in python_of("docs/mqar.md") if "def sweep()" in block)
+    return next(block for block in python_of("docs/guides/mqar.md") if "def sweep()" in block)
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ def test_pages_that_install_an_extra_install_what_draws():
         if installed and any(each.text.startswith("sympow demo") or "--plot" in each.words for each in found):
             assert "eval" in ",".join(installed).split(","), page
             seen.append(page)
-    assert "docs/serving.md" in seen
+    assert "docs/guides/serving.md" in seen
 
 
 @pytest.mark.parametrize("page", [page for page, commands in RUNNING.items() if commands])

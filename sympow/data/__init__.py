@@ -4,7 +4,6 @@ from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig
 from sympow.data.corpus import Concatenated, Corpus, Mixture, Subset, TokenCorpus
 from sympow.data.doc_corpus import build_doc_corpus
-from sympow.data.files import default_cache_dir
 from sympow.data.kernel_corpus import build_kernel_corpus
 from sympow.data.length_plot import plot_document_lengths
 from sympow.data.own_corpus import build_corpus
@@ -19,6 +18,7 @@ from sympow.data.tokens import (
     load_tokenizer,
 )
 from sympow.data.zarr_corpus import ZarrCorpus
+from sympow.files import default_cache_dir
 
 __all__ = [
     "BPETokenizer",

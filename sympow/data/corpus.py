@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sympow.data.files import digest
+from sympow.files import digest
 
 
 class Corpus(Protocol):

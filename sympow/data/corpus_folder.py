@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sympow.data.claim import locked
-from sympow.data.files import digest, sync, write_text
 from sympow.data.text import BPE_TRAINING_CHARACTERS
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer, tokenizers_library
+from sympow.files import digest, sync, write_text
+from sympow.locks import locked
 
 ROW_TOKENS = 65_536
 VOCAB_SIZE = 16_384

@@ -35,9 +35,9 @@ from sympow.data.corpus_folder import (
 )
 from sympow.data.debian_package import fetch_package
 from sympow.data.doc_packages import PACKAGES
-from sympow.data.files import digest, write_text
 from sympow.data.manuals import Manuals, read_manuals
 from sympow.data.tokens import Tokenizer
+from sympow.files import digest, write_text
 from sympow.progress import Progress
 
 MANIFEST = "packages.jsonl"

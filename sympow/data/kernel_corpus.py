@@ -31,9 +31,9 @@ from sympow.data.corpus_folder import (
     write_corpus,
 )
 from sympow.data.debian_package import fetch_package
-from sympow.data.files import digest
 from sympow.data.source_tree import read_files
 from sympow.data.text import headed_text, looks_binary
+from sympow.files import digest
 from sympow.progress import Progress
 
 PACKAGE = "linux-source-6.1"

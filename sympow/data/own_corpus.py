@@ -15,9 +15,9 @@ import numpy as np
 
 from sympow.data.corpus import choose_held_out
 from sympow.data.corpus_folder import HELD_OUT, ROW_TOKENS, VOCAB_SIZE, SourceDocument, write_corpus
-from sympow.data.files import digest
 from sympow.data.text import Document, cut_document, find_texts, measure_documents
 from sympow.data.tokens import Tokenizer
+from sympow.files import digest
 from sympow.progress import Progress
 
 _SEED = 0  # of the choice of the documents to hold out

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from sympow.data.files import atomic_write, default_cache_dir, digest
+from sympow.files import atomic_write, default_cache_dir, digest
 
 STREAM = "hf://datasets/"
 _KEYS = ("config", "split", "revision", "rows")

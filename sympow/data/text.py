@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from sympow.data.corpus import TokenCorpus
-from sympow.data.files import atomic_write, default_cache_dir, digest, remove_leftovers
 from sympow.data.streams import STREAM, streamed
 from sympow.data.text_files import Reader, TextFile, classify, describe, find_files, without_compression
 from sympow.data.tokens import BPETokenizer, Tokenizer, encode_text
+from sympow.files import atomic_write, default_cache_dir, digest, remove_leftovers
 
 # The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
 # vocabulary of thousands.

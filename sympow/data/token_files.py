@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from sympow.data.corpus import Concatenated, Corpus, TokenCorpus
-from sympow.data.files import digest
+from sympow.files import digest
 
 _HEADER = 1024  # bytes
 _DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by the magic number of the header

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import write_text
 from sympow.data.tokens import Tokenizer
+from sympow.files import write_text
 
 CONFIG, GENERATION, SPECIAL = "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"
 BESIDE = (CONFIG, GENERATION, SPECIAL, "chat_template.jinja")

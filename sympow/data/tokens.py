@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from sympow.data.byte_level import EXPECTED, check_byte_level, cuts_at_lines, normalizes
-from sympow.data.files import digest, write_text
+from sympow.files import digest, write_text
 
 TOKENIZER_FILE = "tokenizer.json"
 _BYTES_TAG = {"type": "sympow.bytes", "version": 1}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sympow.data.corpus import check_index, check_tokens
-from sympow.data.files import digest
+from sympow.files import digest
 
 
 class ZarrCorpus:

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sympow.layers.base import Mixer, own_weight
-from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
-from sympow.ops.constants import kept
-from sympow.ops.devices import check_float64
-from sympow.ops.gated_norm import gated_norm
+from sympow.ops.availability import kept
+from sympow.ops.checks import check_float64
+from sympow.ops.fused.gated_norm import gated_norm
 from sympow.ops.rope_scaling import magnitude
 from sympow.ops.types import OutOfRangeError
 
@@ -228,7 +228,7 @@ class AttentionMixer(Mixer):
 
     def _step(self, x: Tensor, state: Any, extras: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
         """Continues sequences by the output of the convolution."""
-        with beside(partial(self.output_gates, x), x.device) as gates:
+        with parallel_branch(partial(self.output_gates, x), x.device) as gates:
             try:
                 y, state = self.mix_step(x, state, **extras)
             except OutOfRangeError as error:

@@ -19,7 +19,7 @@ from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
 from sympow.layers.other_names import explained, renamed_call
 from sympow.layers.state import After, Form, MixerState, check_batch, check_form, form_of, try_by_copies
-from sympow.ops.autocast import autocast_dtype
+from sympow.ops.availability import autocast_dtype
 from sympow.ops.types import OutOfRangeError
 
 

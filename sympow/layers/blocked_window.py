@@ -13,7 +13,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import MixerState
 from sympow.layers.window import WindowMixer
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 
 
 @dataclass

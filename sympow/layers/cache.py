@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sympow.layers.state import MixerState
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 
 _LEAST = 16  # tokens a cache makes room for at first
 

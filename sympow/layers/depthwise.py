@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.state import After, MixerState
-from sympow.ops.autocast import concatenated
-from sympow.ops.context import previous_tokens
-from sympow.ops.short_convolution import short_convolution, short_convolution_step
+from sympow.ops.availability import concatenated
+from sympow.ops.context_parallel import previous_tokens
+from sympow.ops.fused.short_convolution import short_convolution, short_convolution_step
 
 _FEW = 16  # tokens
 

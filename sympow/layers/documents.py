@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sympow.ops.autocast import concatenated
-from sympow.ops.documents import borders, check_borders
+from sympow.ops.availability import concatenated
+from sympow.ops.packed import borders, check_borders
 
 
 def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:

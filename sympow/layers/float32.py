@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sympow.layers.initial import draw_normal
-from sympow.ops.autocast import concatenated
-from sympow.ops.float32_product import product_float32
+from sympow.ops.availability import concatenated
+from sympow.ops.fused.float32_linear import product_float32
 
 
 class Float32Linear(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.running_sums import running_sums
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.

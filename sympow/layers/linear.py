@@ -18,7 +18,7 @@ from sympow.layers.power import check_form, continue_power, initial_memory, memo
 from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
-from sympow.ops.context import exclusive_sum
+from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow, spow_dim
 

@@ -27,7 +27,7 @@ from sympow.ops import (
     rotary_positions,
 )
 from sympow.ops.checks import check_options, plain
-from sympow.ops.context import exclusive_sum
+from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements

@@ -13,9 +13,67 @@ from typing import Any
 from sympow.layers.base import Mixer
 from sympow.layers.other_names import option_hint
 
-# `sympow.layers.catalogue` enters the mixers of this package. Those of FLA need the extra `fla` and a GPU.
-MIXERS: dict[str, type[Mixer]] = {}
-FLA_MIXERS: dict[str, type[Mixer]] = {}
+
+class MixerTable(Mapping[str, type[Mixer]]):
+    """Maps names to mixers, which are imported when they are looked up."""
+
+    def __init__(self, paths: Mapping[str, str]):
+        """Takes the import path of every mixer, "module:Class"; modules are those of `sympow.layers`."""
+        self._paths = dict(paths)
+
+    def __getitem__(self, name: str) -> type[Mixer]:
+        """Imports a mixer by its name."""
+        module, _, attribute = self._paths[name].partition(":")
+        return getattr(importlib.import_module(f"sympow.layers.{module}"), attribute)
+
+    def __contains__(self, name: object) -> bool:
+        """Tells whether there is such a name, without an import."""
+        return name in self._paths
+
+    def __iter__(self) -> Iterator[str]:
+        """Lists the names."""
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        """Counts the names."""
+        return len(self._paths)
+
+    def __or__(self, other: MixerTable) -> MixerTable:
+        """Joins two tables."""
+        return MixerTable(self._paths | other._paths)
+
+
+MIXERS = MixerTable(
+    {
+        "power": "power:PowerAttention",
+        "softmax": "softmax:SoftmaxAttention",
+        "linear": "linear:LinearAttention",
+        "window": "window:WindowAttention",
+        "power_delta": "power_delta:PowerDeltaAttention",
+        "short_convolution": "short_convolution:ShortConvolution",
+        "long_convolution": "zoology.long_convolution:LongConvolution",
+        "base_conv": "zoology.base_conv:BaseConv",
+        "hyena": "zoology.hyena:Hyena",
+        "h3": "zoology.h3:H3",
+        "liquid_s4": "zoology.liquid_s4:LiquidS4",
+        "rwkv4": "zoology.rwkv4:RWKV4",
+        "rwkv7": "rwkv7:RWKV7",
+        "retnet": "retnet:RetNet",
+        "blocked_window": "blocked_window:BlockedWindowAttention",
+        "programmatic_conv": "zoology.input_dependent_conv:ProgrammaticConv",
+        "autocorrelation_conv": "zoology.input_dependent_conv:AutocorrelationConv",
+        "selection": "zoology.selection:SelectiveAttention",
+    }
+)
+# From flash-linear-attention: they need the extra `fla` and a GPU.
+FLA_MIXERS = MixerTable(
+    {
+        "gla": "fla:GLA",
+        "delta_net": "fla:DeltaNet",
+        "gated_delta_net": "fla:GatedDeltaNet",
+        "mamba2": "fla:Mamba2",
+    }
+)
 
 _TRUSTED: ContextVar[bool] = ContextVar("sympow_trusted", default=False)
 
@@ -171,21 +229,3 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
         if inner:
             filled["options"] = inner
     return filled
-
-
-def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns current options with the meaning of `options` in version 0.1, also for a mixer after a convolution.
-
-    In version 0.1 power attention had no short convolution and no output gate. It had a norm of every head's output
-    only if it did not divide by the sum of the weights. It rotated all channels, by data-dependent positions.
-    """
-    behind = options.get("mixer")
-    if name == "short_convolution" and behind is not None:
-        return dict(options) | {"options": options_of_older(behind, options.get("options") or {})}
-    if name != "power":
-        return dict(options)
-    divides = options.get("normalize")
-    divides = options.get("p", 2) % 2 == 0 if divides is None else divides
-    rotation = {"rotation": options.get("rotation", "data"), "rotary_fraction": 1.0}
-    then = rotation | {"short_convolution": 0, "head_norm": not divides, "output_gate": False, "normalize": divides}
-    return dict(options) | then

@@ -16,9 +16,9 @@ from sympow.layers.attention import head_normed
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
-from sympow.layers.rwkv4 import shifted
 from sympow.layers.state import MixerState
-from sympow.ops.autocast import autocast_dtype, without_autocast
+from sympow.layers.zoology.rwkv4 import shifted
+from sympow.ops.availability import autocast_dtype, without_autocast
 
 IMPLEMENTATIONS = ("auto", "plain", "fla")
 

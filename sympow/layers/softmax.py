@@ -19,7 +19,7 @@ from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
 from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
-from sympow.ops.autocast import concatenated, without_autocast
+from sympow.ops.availability import concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.

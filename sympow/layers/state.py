@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops import DecodingState, PowerState
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 
 S = TypeVar("S")
 

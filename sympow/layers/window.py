@@ -17,7 +17,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 
 # Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024

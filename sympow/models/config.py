@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from sympow.fields import read_fields, with_lists
 from sympow.layers import check_mixer
-from sympow.layers.registry import check_complete, check_trusted, fill_options, options_of_older
+from sympow.layers.registry import check_complete, check_trusted, fill_options
 
 Body = Literal["gpt2", "llama", "rwkv7"]
 
@@ -53,7 +53,7 @@ class MixerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describes a language model: a body (docs/bodies.md), its sizes, and the mixers in it.
+    """Describes a language model: a body (docs/guides/bodies.md), its sizes, and the mixers in it.
 
     Attributes:
         vocab_size: tokens in the vocabulary.
@@ -152,9 +152,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Reads the result of `to_dict`, also the result of version 0.1, which has no "body".
-
-        A model of version 0.1 has the gpt2 body, and mixers with the defaults of that version; see `options_of_older`.
+        """Reads the result of `to_dict`.
 
         Raises ValueError for a field that is missing or unknown, or that the body does not have.
         """
@@ -166,12 +164,7 @@ class ModelConfig:
         if "mixers" in values:
             if not isinstance(values["mixers"], list | tuple):
                 raise TypeError(f"the mixers of a model config must be a list, got {values['mixers']!r}")
-            mixers = [MixerConfig.from_dict(mixer) for mixer in values["mixers"]]
-            if "body" not in values:
-                mixers = [MixerConfig(mixer.name, options_of_older(mixer.name, mixer.options)) for mixer in mixers]
-            values["mixers"] = tuple(mixers)
-        elif "body" not in values:
-            values["mixers"] = (MixerConfig("power", options_of_older("power", {})),)
+            values["mixers"] = tuple(MixerConfig.from_dict(mixer) for mixer in values["mixers"])
         return cls(**values)
 
     @classmethod

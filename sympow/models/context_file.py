@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sympow.layers.serialized import SerializedState, deserialize, fitted, serialize
+from sympow.layers.state_file import SerializedState, deserialize, fitted, serialize
 from sympow.models.lm import LanguageModel, ModelState
 
 FORMAT = "sympow-context"
@@ -139,7 +139,7 @@ def save_context(
         model: the model that has read the context.
         context: the context.
         dtype: "float32" stores every tensor exactly, so that the model continues as if it had never stopped.
-            "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
+            "bfloat16" and "int8" round the large tensors, see `sympow.layers.state_file.serialize`.
         known: the `fingerprint` of the model, if the caller has computed it already.
 
     Raises ValueError for another dtype, ContextError if the file cannot be written, ImportError without safetensors.

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sympow.ops.autocast import autocast_dtype, without_autocast
-from sympow.ops.availability import has_kernels
+from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
 from sympow.ops.first_order import first_order
 
 IGNORE = -100
@@ -102,7 +101,7 @@ def cross_entropy_sum(
         cross_entropy: the module that computes the losses of a slice where there is no kernel for that.
     """
     if has_kernels(hidden.device, autocast_dtype(hidden) or hidden.dtype):
-        from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
+        from sympow.ops.fused.cross_entropy_kernels import cross_entropy_of_rows
 
         return _sliced_sum(
             hidden, weight, rows, lambda logits, here: cross_entropy_of_rows(logits, targets[here], IGNORE)

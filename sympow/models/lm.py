@@ -24,7 +24,7 @@ from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
-from sympow.ops.constants import has_values
+from sympow.ops.availability import has_values
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}

@@ -1,15 +1,26 @@
-"""Whether there are kernels for a device and a dtype, also where the package triton is missing or too old."""
+"""What the surroundings of a call allow: kernels for a device and a dtype, autocast, values that the host can read.
+
+Kernels may also lack because the package triton is missing or too old. The meta device has no autocast. Tables that
+functions keep for later calls are made such that torch.compile, torch.export and fake tensors can use them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache, wraps
 from importlib import metadata
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 _LEAST = (3, 6)  # earlier versions have another Gluon, and compile it in another way
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of kernels
 _DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
 
 
@@ -30,13 +41,20 @@ def why_no_triton() -> str | None:
 NO_TRITON = why_no_triton()
 
 
+def unsupported_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
+    if device.type != "cuda" and not _interpreted():
+        return f"needs a GPU (or TRITON_INTERPRET=1, to try it out); got tensors on {device}"
+    if dtype not in _DTYPES:
+        return f"computes in bfloat16, float16 and float32; got {dtype}"
+    return None
+
+
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns the reason why no kernel supports this device and dtype, as the end of a sentence; None if one does."""
     if NO_TRITON:
         return NO_TRITON
-    from sympow.ops import triton
-
-    return triton.unsupported_tensors(device, dtype)
+    return unsupported_tensors(device, dtype)
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -47,3 +65,76 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     if torch.compiler.is_exporting():
         return False
     return device.type == "cuda" and refusal_of_kernels(device, dtype) is None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Returns a context in which autocast changes no dtype on the device of x."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype of products under autocast on the device of x, None where autocast is off."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Returns torch.cat of tensors. Under autocast, torch.cat refuses a half precision other than that of autocast."""
+    if autocast_dtype(tensors[0]) is None:
+        return torch.cat(tensors, dim)  # type: ignore[arg-type]
+    with without_autocast(tensors[0]):
+        return torch.cat(tensors, dim)  # type: ignore[arg-type]
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+Function = TypeVar("Function", bound=Callable)
+
+
+def constant_result(function: Function) -> Function:
+    """Makes torch.compile take the result of a function as a constant.
+
+    The result depends on the arguments alone, as a table that is kept in a cache does.
+    `torch.compiler.assume_constant_result` sets the same mark, and also loads the compiler, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_result
+def _interpreted() -> bool:
+    """Returns whether Triton's interpreter runs the kernels; torch.compile cannot trace how Triton looks that up."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+def has_values(x: Tensor) -> bool:
+    """Returns whether the host can read values of x: not of a meta or a fake tensor, nor while a compiler traces."""
+    if torch.compiler.is_dynamo_compiling() or x.is_meta:
+        return False
+    return type(x) is Tensor or not is_fake(x)
+
+
+def kept(size: int) -> Callable[[Function], Function]:
+    """Makes a decorator that keeps the tables a function returns for its last `size` keys, and only real tensors.
+
+    Under a FakeTensorMode of the caller a table is made for this call alone. For torch.export, which also has such a
+    mode, it is a real tensor, which becomes a constant of the graph.
+    """
+
+    def decorate(function: Function) -> Function:
+        cached = lru_cache(maxsize=size)(function)
+
+        @wraps(function)
+        def table(*key: Any, **more: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_FAKE) is None:
+                return cached(*key, **more)
+            if torch.compiler.is_compiling():
+                with _disable_current_modes():
+                    return cached(*key, **more)
+            return function(*key, **more)
+
+        return table  # type: ignore[return-value]
+
+    return decorate

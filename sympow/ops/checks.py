@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sympow.ops.constants import has_values
+from sympow.ops.availability import has_values
 from sympow.ops.decoding_state import DecodingState
-from sympow.ops.devices import check_float64
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.rotary import Rotation
-from sympow.ops.types import OutOfRangeError, PowerState
+from sympow.ops.types import OutOfRangeError, PowerState, Rotation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -138,3 +137,27 @@ def check_context(
         raise ValueError("impl='reference' computes whole rows; it takes no context_group")
     if q.shape[1] == 0:
         raise ValueError(f"a rank's part of rows split by context_group has at least one token; got q {list(q.shape)}")
+
+
+_WITH_FLOAT64 = ("cpu", "cuda", "meta")
+
+
+def check_float64(device: torch.device) -> None:
+    """Raises ValueError for a device that is not there or has no float64, such as that of Apple's GPUs (MPS)."""
+    if device.type not in _WITH_FLOAT64 and not _has_float64(device.type):
+        raise ValueError(
+            f"sympow computes positions and sums over the context in float64, which the device {str(device)!r} does "
+            "not have: use the CPU or a CUDA device"
+        )
+
+
+@lru_cache(maxsize=8)
+def _has_float64(kind: str) -> bool:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    try:
+        with unset_fake_temporarily():
+            torch.zeros(1, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError, AssertionError, ImportError):  # each kind of device raises others
+        return False
+    return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.autocast import without_autocast
+from sympow.ops.availability import without_autocast
 
 _FEW = 8  # taps that are summed one by one
 

@@ -23,8 +23,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from sympow.ops.autocast import without_autocast
-from sympow.ops.constants import has_values
+from sympow.ops.availability import has_values, without_autocast
 from sympow.ops.decoding_state import DecodingState, decays, folded_state
 from sympow.ops.feature_map import spow
 from sympow.ops.types import PowerState

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sympow.ops.autocast import without_autocast
+from sympow.ops.availability import without_autocast
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.types import PowerState
 

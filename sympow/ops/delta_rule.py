@@ -14,15 +14,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sympow.ops import delta_reference, delta_solve
-from sympow.ops.autocast import without_autocast
-from sympow.ops.availability import NO_TRITON
+from sympow.ops.availability import NO_TRITON, has_values, without_autocast
 from sympow.ops.checks import check_inputs
-from sympow.ops.constants import has_values
 from sympow.ops.delta_types import DeltaBackend, DeltaOptions, DeltaOutput
-from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
-from sympow.ops.packing import empty
+from sympow.ops.packed import borders, check_borders, empty
 from sympow.ops.types import OutOfRangeError
 
 _IMPLS = ("auto", "eager", "triton", "reference")
@@ -269,7 +266,7 @@ def _implementation(impl: str, q: Tensor, p: int, has_state: bool) -> Callable:
         return _eager
     refusal = NO_TRITON
     if not refusal:
-        from sympow.ops.triton import unsupported
+        from sympow.ops.triton.adapt import unsupported
 
         refusal = unsupported(q, p, has_state)
     if impl == "triton" and refusal:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops.autocast import without_autocast
-from sympow.ops.context import exclusive_scan
+from sympow.ops.availability import without_autocast
+from sympow.ops.context_parallel import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.eager_chunks import SCORE_ROWS, Chunk, ChunkedSequence, Options, power, score_blocks
 from sympow.ops.feature_map import spow, spow_dim

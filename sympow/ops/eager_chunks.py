@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.constants import has_values
+from sympow.ops.availability import has_values
 from sympow.ops.gate_sums import GateSums, gate_sums
 from sympow.ops.monomials import Basis, Features, basis
 from sympow.ops.types import OutOfRangeError

@@ -15,8 +15,8 @@ from sympow.ops import delta_rule, delta_solve, eager
 from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.eager_chunks import Options
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.registration import ALL_DEVICES, operator
 from sympow.ops.rotary import blocked_sums
+from sympow.ops.runtime.operator import ALL_DEVICES, operator
 
 
 def _options(q, k, v, s, p, scale, normalize, eps, chunk_size, return_state) -> Options:

@@ -10,7 +10,7 @@ from math import comb, factorial
 import torch
 from torch import Tensor
 
-from sympow.ops.constants import constant_result, kept
+from sympow.ops.availability import constant_result, kept
 
 
 def tpow_dim(key_dim: int, p: int) -> int:

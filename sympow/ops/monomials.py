@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.ops.constants import constant_result, kept
+from sympow.ops.availability import constant_result, kept
 from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset
 
 # First indices of monomials form at most this many groups. Few groups need few calls, but some rows occur twice.

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import all_chunks, eager, reference
-from sympow.ops.autocast import without_autocast
-from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
+from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels, without_autocast
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
-from sympow.ops.documents import borders, check_borders
-from sympow.ops.packing import empty, of_no_tokens, packed
-from sympow.ops.rotary import Rotation, with_positions, with_positions_twice
-from sympow.ops.types import PowerOutput, PowerState
+from sympow.ops.packed import borders, check_borders, empty, of_no_tokens, packed
+from sympow.ops.rotary import with_positions, with_positions_twice
+from sympow.ops.types import PowerOutput, PowerState, Rotation
 
 State = TypeVar("State", bound=PowerState | DecodingState)
 
@@ -101,37 +98,28 @@ def power_attention(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps, "chunk_size": chunk_size,
-                               "return_state": return_state}  # fmt: skip
-    chunked = initial_state is not None or return_state or context_group is not None
-    run = _implementation(impl, q, p, chunked)
+    backend = _chosen(impl, q, p, initial_state is not None or return_state or context_group is not None)
     if context_group is not None:
         check_context(impl, q, initial_state, return_state, cu_seqlens)
     if initial_state is not None and not isinstance(initial_state, PowerState):
         raise TypeError(f"initial_state must be a PowerState; got {type(initial_state).__name__}")
-    sequences, ends = q.shape[0], []
+    sequences = q.shape[0]
     if cu_seqlens is not None:
         check_borders(cu_seqlens, q.shape[0])
         sequences = len(cu_seqlens) - 1
-        if run is not _triton or cu_seqlens.device.type == "cpu":
-            ends = borders(cu_seqlens, q.shape[1])
+        if cu_seqlens.device.type == "cpu":
+            borders(cu_seqlens, q.shape[1])
     check_state(initial_state, sequences, k, v, p)
     if 0 in q.shape[:2]:
         return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
     if rotation is not None:
         check_rotation(rotation, q, k, cu_seqlens is not None or context_group is not None)
-        if run is _triton:
-            options["rotation"] = rotation
-        else:
-            q, k = (with_positions_twice if run is _reference else with_positions)(q, k, rotation)
-    if context_group is not None:
-        return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
-    if cu_seqlens is None:
-        return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
-    if run is _triton:
-        cu_seqlens = cu_seqlens.to(q.device, torch.int32)
-        return PowerOutput(*run(q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, **options))
-    return packed(run, q, k, v, log_g, initial_state, ends, **options)
+    return PowerOutput(
+        *backend.attention(
+            q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, context_group=context_group, rotation=rotation, p=p,
+            scale=scale, normalize=normalize, eps=eps, chunk_size=chunk_size, return_state=return_state,
+        )
+    )  # fmt: skip
 
 
 def power_attention_step(
@@ -189,8 +177,16 @@ def power_attention_step(
     options: StepOptions = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     if impl not in ("auto", "eager", "triton", "reference"):
         raise ValueError(f"impl of a step is one of auto, eager, triton, reference; got {impl!r}")
-    run = _step_on_tail if isinstance(state, DecodingState) else _step_on_state
-    return PowerOutput(*run(impl, q, k, v, log_g, state, inplace=inplace, **options))
+    if isinstance(state, DecodingState) and _is_followed_by_autograd(q, k, v, log_g, state.s, state.z):
+        raise ValueError(
+            "a step on a DecodingState has no gradients: call it under torch.no_grad(), or power_attention with "
+            "initial_state=state.folded()"
+        )
+    backend = _chosen_for_step(impl, q, state)
+    with torch.no_grad(), without_autocast(q):
+        if 0 in q.shape[:2]:
+            return PowerOutput(empty(q, v), cast(State, state if inplace else state.clone()))
+        return PowerOutput(*backend.step(q, k, v, log_g, state, inplace=inplace, **options))
 
 
 def prefers_tail(device: torch.device, dtype: torch.dtype) -> bool:
@@ -198,104 +194,188 @@ def prefers_tail(device: torch.device, dtype: torch.dtype) -> bool:
     return has_kernels(device, dtype)
 
 
-def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
-    if impl == "triton":
-        raise ValueError("impl='triton' of a step needs a DecodingState (DecodingState.from_state); got a PowerState")
-    with torch.no_grad(), without_autocast(q):
-        if 0 in q.shape[:2]:
-            return empty(q, v), state if inplace else state.clone()
-        if impl != "reference":
+def _is_followed_by_autograd(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+class Backend(Protocol):
+    """Computes power attention in one way. Arguments were checked; shapes and options are those of the functions above.
+
+    The file docs/guides/kernel.md says how to add one.
+    """
+
+    def refusal(self, q: Tensor, p: int, chunked: bool) -> str | None:
+        """Returns why the backend cannot do a call, as the end of a sentence; None if it can.
+
+        Args:
+            q: the queries; only their shape, dtype and device are read.
+            p: the power.
+            chunked: whether the call needs states.
+        """
+
+    def refusal_of_step(self, q: Tensor, state: PowerState | DecodingState) -> str | None:
+        """Returns why the backend cannot do a step on a state, as `refusal` does."""
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: PowerState | None, *,
+        cu_seqlens: Tensor | None, context_group: dist.ProcessGroup | None, rotation: Rotation | None, **options: Any,
+    ) -> tuple[Tensor, PowerState | None]:  # fmt: skip
+        """Computes `power_attention` from an incoming state, and the gradient of the positions of a rotation."""
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: State, *, inplace: bool,
+        **options: Unpack[StepOptions],
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """Computes `power_attention_step`, without gradients; writes into the state if `inplace`."""
+
+
+class Eager:
+    """Computes in plain torch, on any device."""
+
+    def refusal(self, q: Tensor, p: int, chunked: bool) -> str | None:
+        """Refuses nothing."""
+        return None
+
+    def refusal_of_step(self, q: Tensor, state: PowerState | DecodingState) -> str | None:
+        """Refuses nothing."""
+        return None
+
+    def attention(self, q, k, v, log_g, state, *, cu_seqlens, rotation, **options):
+        """Computes chunk by chunk; packed documents one after another."""
+        if rotation is not None:
+            q, k = with_positions(q, k, rotation)
+        if cu_seqlens is None:
+            return self._row(q, k, v, log_g, state, **options)
+        return packed(self._row, q, k, v, log_g, state, borders(cu_seqlens, q.shape[1]), **options)
+
+    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
+        options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
+        return eager.chunked(q, k, v, log_g, state, **options)
+
+    def step(self, q, k, v, log_g, state, *, inplace, **options):
+        """Steps on either kind of state."""
+        if isinstance(state, PowerState):
             return eager.step(q, k, v, log_g, state, inplace=inplace, **options)
-        out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.to(torch.float64), **options)
+        state = state if inplace else state.clone()
+        return step_with_tail(q, k, v, log_g, state, **options), state
+
+
+class Exported(Eager):
+    """Computes in operations of torch alone, for torch.export, where there is no loop over chunks."""
+
+    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, **options):
+        inputs = (x if x is None else x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v, log_g))
+        with without_autocast(q):
+            out, new = all_chunks.attention(*inputs, state, chunk_size=chunk_size or EXPORTED_CHUNK, **options)
+        return out.to(v.dtype), new if return_state else None
+
+
+class Reference:
+    """Computes the specification in float64. Its gradients have derivatives."""
+
+    def refusal(self, q: Tensor, p: int, chunked: bool) -> str | None:
+        """Refuses nothing."""
+        return None
+
+    def refusal_of_step(self, q: Tensor, state: PowerState | DecodingState) -> str | None:
+        """Refuses nothing."""
+        return None
+
+    def attention(self, q, k, v, log_g, state, *, cu_seqlens, context_group, rotation, **options):
+        """Computes the quadratic form, or chunks if their size is given; packed documents one after another."""
+        if rotation is not None:
+            q, k = with_positions_twice(q, k, rotation)
+        if cu_seqlens is None:
+            return self._row(q, k, v, log_g, state, **options)
+        return packed(self._row, q, k, v, log_g, state, borders(cu_seqlens, q.shape[1]), **options)
+
+    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, **options):
+        inputs = _in_float64(q, k, v, log_g)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        state = state and state.to(torch.float64)
+        with without_autocast(q):
+            if chunk_size is None:
+                out, new = reference.quadratic(*inputs, state, **options)
+            else:
+                out, new = reference.chunked(*inputs, state, chunk_size=chunk_size, **options)
+        return out.to(v.dtype), new.to(dtype) if return_state else None
+
+    def step(self, q, k, v, log_g, state, *, inplace, **options):
+        """Steps by the recurrence. The new state of a DecodingState is that of plain torch."""
+        inputs = _in_float64(q, k, v, log_g)
+        if isinstance(state, DecodingState):
+            state = state if inplace else state.clone()
+            out, _ = reference.recurrent(*inputs, state.folded(torch.float64), **options)
+            step_with_tail(q, k, v, log_g, state, **options)
+            return out.to(v.dtype), state
+        out, new = reference.recurrent(*inputs, state.to(torch.float64), **options)
         if inplace:
             state.s.copy_(new.s)
             state.z.copy_(new.z)
         return out.to(v.dtype), state if inplace else new.to(state.s.dtype)
 
 
-def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g, state.s, state.z)):
-        raise ValueError(
-            "a step on a DecodingState has no gradients: call it under torch.no_grad(), or power_attention with "
-            "initial_state=state.folded()"
-        )
-    refusal = refusal_of_kernels(q.device, q.dtype) if impl == "triton" else None
-    if refusal:
-        raise ValueError(f"impl='triton' {refusal}")
-    with torch.no_grad(), without_autocast(q):
+class Kernels:
+    """Computes by Triton's kernels, on GPUs. Triton is imported at the first call."""
+
+    def refusal(self, q: Tensor, p: int, chunked: bool) -> str | None:
+        """Returns why the kernels cannot do a call, see `Backend.refusal`."""
+        if NO_TRITON:
+            return NO_TRITON
+        from sympow.ops.triton import adapt
+
+        return adapt.unsupported(q, p, chunked)
+
+    def refusal_of_step(self, q: Tensor, state: PowerState | DecodingState) -> str | None:
+        """Returns why the kernels cannot do a step, see `Backend.refusal`."""
+        if isinstance(state, PowerState):
+            return "of a step needs a DecodingState (DecodingState.from_state); got a PowerState"
+        return refusal_of_kernels(q.device, q.dtype)
+
+    def attention(self, q, k, v, log_g, state, *, cu_seqlens, **options):
+        """Computes all documents, ranks and the rotation in the kernels."""
+        from sympow.ops.triton import adapt
+
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(q.device, torch.int32)
+        return adapt.attention(q, k, v, log_g, state, cu_seqlens=cu_seqlens, **options)
+
+    def step(self, q, k, v, log_g, state, *, inplace, **options):
+        """Steps by one launch for each token."""
+        from sympow.ops.triton import adapt
+
         state = state if inplace else state.clone()
-        if 0 in q.shape[:2]:
-            return empty(q, v), state
-        if impl == "triton" or (impl == "auto" and prefers_tail(q.device, q.dtype)):
-            from sympow.ops import triton
-
-            return triton.step_with_tail(q, k, v, log_g, state, **options), state
-        if impl != "reference":
-            return step_with_tail(q, k, v, log_g, state, **options), state
-        out, _ = reference.recurrent(*_in_float64(q, k, v, log_g), state.folded(torch.float64), **options)
-        step_with_tail(q, k, v, log_g, state, **options)
-        return out.to(v.dtype), state
-
-
-def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
-    options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
-    return eager.chunked(q, k, v, log_g, state, **options)
-
-
-def _exported(q, k, v, log_g, state, *, chunk_size, return_state, **options):
-    inputs = (x if x is None else x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v, log_g))
-    with without_autocast(q):
-        out, new = all_chunks.attention(*inputs, state, chunk_size=chunk_size or EXPORTED_CHUNK, **options)
-    return out.to(v.dtype), new if return_state else None
-
-
-def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
-    inputs = _in_float64(q, k, v, log_g)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    state = state and state.to(torch.float64)
-    with without_autocast(q):
-        if chunk_size is None:
-            out, new = reference.quadratic(*inputs, state, **options)
-        else:
-            out, new = reference.chunked(*inputs, state, chunk_size=chunk_size, **options)
-    return out.to(v.dtype), new.to(dtype) if return_state else None
-
-
-def _triton(q, k, v, log_g, state, **options):
-    from sympow.ops import triton
-
-    return triton.attention(q, k, v, log_g, state, **options)
+        return adapt.step_with_tail(q, k, v, log_g, state, **options), state
 
 
 EXPORTED_CHUNK = 128  # tokens, if the caller names no chunk size
-_IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "reference": _reference}
+BACKENDS: dict[str, Backend] = {"eager": Eager(), "triton": Kernels(), "reference": Reference()}
 
 
-def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
-    """Returns the implementation.
-
-    `chunked`: the call needs states, which some implementations lack for some p and K.
-    """
+def _chosen(impl: str, q: Tensor, p: int, chunked: bool) -> Backend:
+    """Returns the backend of a call. Raises ValueError for an unknown one, and for one that refuses the call."""
     if impl in ("auto", "eager") and torch.compiler.is_exporting():
-        return _exported
+        return Exported()
     if impl == "auto":
-        return _triton if q.device.type == "cuda" and _refusal_of_triton(q, p, chunked) is None else _eager
-    if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"impl is one of auto, {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
-    if impl == "triton":
-        refusal = _refusal_of_triton(q, p, chunked)
-        if refusal:
-            raise ValueError(f"impl='triton' {refusal}")
-    return _IMPLEMENTATIONS[impl]
+        kernels = q.device.type == "cuda" and BACKENDS["triton"].refusal(q, p, chunked) is None
+        return BACKENDS["triton" if kernels else "eager"]
+    if impl not in BACKENDS:
+        raise ValueError(f"impl is one of auto, {', '.join(BACKENDS)}; got {impl!r}")
+    refusal = BACKENDS[impl].refusal(q, p, chunked)
+    if refusal:
+        raise ValueError(f"impl={impl!r} {refusal}")
+    return BACKENDS[impl]
 
 
-def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
-    """Returns why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
-    if NO_TRITON:
-        return NO_TRITON
-    from sympow.ops import triton
-
-    return triton.unsupported(q, p, chunked)
+def _chosen_for_step(impl: str, q: Tensor, state: PowerState | DecodingState) -> Backend:
+    """Returns the backend of a step, and raises as `_chosen` does."""
+    if impl == "auto":
+        tail = isinstance(state, DecodingState) and prefers_tail(q.device, q.dtype)
+        return BACKENDS["triton" if tail else "eager"]
+    refusal = BACKENDS[impl].refusal_of_step(q, state)
+    if refusal:
+        raise ValueError(f"impl={impl!r} {refusal}")
+    return BACKENDS[impl]
 
 
 def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

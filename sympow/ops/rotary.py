@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf, pi, tau
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +18,7 @@ from torch.nn import functional as F
 from sympow.ops.availability import has_kernels
 from sympow.ops.first_order import first_order
 from sympow.ops.rope_scaling import check_scaling, scaled
-
-
-class Rotation(NamedTuple):
-    """Describes how queries and keys were rotated. `power_attention` then computes the gradient of the positions.
-
-    Attributes:
-        positions: float64 [B, T], or [B, T, n] with n dividing G, as in `rotate`. Queries and keys are rotated by
-            `positions.detach()`.
-        frequencies: float64 [K/2], radians per unit of position.
-    """
-
-    positions: Tensor
-    frequencies: Tensor
-
+from sympow.ops.types import Rotation
 
 RULES = ("standard", "conformal")
 SUM_BLOCK = 128
@@ -147,7 +134,7 @@ def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tens
             raise ValueError(f"x is {wanted} for these frequencies; got {list(x.shape)}")
         _check_positions(positions, grouped, x.shape)
     if has_kernels(tensors[0].device, tensors[0].dtype):
-        from sympow.ops.triton.rotate import rotate_heads as kernel
+        from sympow.ops.fused.rotation_kernels import rotate_heads as kernel
 
         without_norm = (None, None, 0.0)
         return tuple(kernel(x.flatten(2), grouped, frequencies, x.shape[2], 0, *without_norm)[0] for x in tensors)
@@ -190,7 +177,7 @@ def rotate_heads(
         wanted = f"[B, T, ({heads} + {kv_heads}) {key_dim} + {kv_heads} V]"
         raise ValueError(f"qkv is {wanted} for these heads and frequencies; got {list(qkv.shape)}")
     if has_kernels(qkv.device, qkv.dtype):
-        from sympow.ops.triton.rotate import rotate_heads as kernel
+        from sympow.ops.fused.rotation_kernels import rotate_heads as kernel
 
         grouped = _grouped(positions)
         _check_positions(positions, grouped, (*qkv.shape[:2], kv_heads, key_dim))

@@ -127,3 +127,16 @@ class PowerOutput(NamedTuple, Generic[State]):
     """[B, T, H, V] in the dtype of v."""
     state: State
     """After the last token: a PowerState, or None if none was asked for; of a step, of the kind that was given."""
+
+
+class Rotation(NamedTuple):
+    """Describes how queries and keys were rotated. `power_attention` then computes the gradient of the positions.
+
+    Attributes:
+        positions: float64 [B, T], or [B, T, n] with n dividing G, as in `rotate`. Queries and keys are rotated by
+            `positions.detach()`.
+        frequencies: float64 [K/2], radians per unit of position.
+    """
+
+    positions: Tensor
+    frequencies: Tensor

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from sympow.data.files import check_file_name
 from sympow.data.mqar import RecallTask
 from sympow.fields import unknown
+from sympow.files import check_file_name
 from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig

@@ -9,7 +9,7 @@ from io import StringIO
 from statistics import mean, median
 from typing import Any
 
-from sympow.data.files import write_text
+from sympow.files import write_text
 
 Row = Mapping[str, Any]
 

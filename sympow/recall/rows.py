@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from sympow.data.mqar import mixture
 from sympow.models import RecallModel
 from sympow.recall.config import AnyTask, RecallConfig
-from sympow.training.divergence import shows_divergence
+from sympow.training.loop import shows_divergence
 from sympow.training.step import autocast
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # streams of the data seed

@@ -19,7 +19,7 @@ from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
 from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure
 from sympow.training.config import TrainingConfig
-from sympow.training.divergence import shows_divergence
+from sympow.training.loop import shows_divergence
 from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.step import autocast, backward, move
 

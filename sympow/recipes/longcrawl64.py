@@ -2,8 +2,8 @@
 
 The recipes need the path of the array: data.path=FOLDER, or data.path=URL with data.storage_options.token=anon for a
 public bucket. With GPT-2's tokenizer.json as data.tokenizer=FILE the trained model can generate text. A step has
-524,288 tokens at every context. `sympow kernel-corpus` makes another corpus with this layout; docs/corpus.md shows its
-use here.
+524,288 tokens at every context. `sympow kernel-corpus` makes another corpus with this layout; docs/guides/corpus.md
+shows its use here.
 """
 
 from sympow.data import DataConfig

@@ -12,11 +12,11 @@ from torch import Tensor
 from sympow.data import Tokenizer
 from sympow.models import LanguageModel
 from sympow.models.slots import Slots
+from sympow.serving.engine_time import EngineTime
+from sympow.serving.prefill import Ready
 from sympow.serving.prefixes import PrefixCache
-from sympow.serving.reading import Ready
 from sympow.serving.sampling import Drawn, draw, to_device
 from sympow.serving.sequence import Sequence
-from sympow.serving.work import Work
 
 
 class _Flight(NamedTuple):
@@ -53,7 +53,7 @@ class Decoder:
         *,
         prefixes: PrefixCache,
         ends: Collection[int],
-        work: Work,
+        work: EngineTime,
     ):
         self.sequences: list[Sequence] = []  # by row of the slots
         self.slots = Slots(model, slots)

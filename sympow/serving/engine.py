@@ -20,11 +20,11 @@ import torch
 from sympow.data import Tokenizer
 from sympow.models import LanguageModel
 from sympow.serving.decoding import Decoder
+from sympow.serving.engine_time import EngineTime
+from sympow.serving.prefill import Reader
 from sympow.serving.prefixes import PrefixCache
-from sympow.serving.reading import Reader
 from sympow.serving.requests import Request
 from sympow.serving.sequence import Sequence
-from sympow.serving.work import Work
 
 
 class QueueFullError(RuntimeError):
@@ -75,7 +75,7 @@ class Engine:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
         self.prefixes = PrefixCache(model, 0) if prefixes is None else prefixes
-        self.work = Work()
+        self.work = EngineTime()
         self._tokenizer, self._device = tokenizer, model.embedding.weight.device
         self._queue, self._waiting = queue, deque[Sequence]()
         self._decoder = Decoder(model, tokenizer, slots, prefixes=self.prefixes, ends=ends, work=self.work)

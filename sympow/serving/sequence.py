@@ -12,7 +12,7 @@ from sympow.models import ModelState
 from sympow.serving.prefixes import PrefixKeys
 from sympow.serving.requests import Output, Request, TokenLogprob, Usage
 from sympow.serving.sampling import Draws
-from sympow.serving.text import AnswerText
+from sympow.serving.stop_text import AnswerText
 
 # The least time between two pieces of a stream. Sending a piece takes time that the engine's thread needs. A reader
 # does not notice that hundreds of tokens per second arrive in groups. With many streams the time is longer, so that

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sympow.data.claim import claim
+from sympow.locks import claim
 from sympow.sweeps.records import Records
 from sympow.sweeps.worker import Worker
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sympow.data.claim import claim
-from sympow.data.files import write_text
+from sympow.files import write_text
+from sympow.locks import claim
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
 REMEDY = "; remove the file to run the job again"
@@ -17,10 +17,10 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")  # the line of a 
 
 
 class Record(NamedTuple):
-    """Holds the result of a job in JSON values, and its seconds, which are None in folders of version 0.1."""
+    """Holds the result of a job in JSON values, and its seconds."""
 
     result: Any
-    seconds: float | None
+    seconds: float
 
 
 class Records:
@@ -63,8 +63,6 @@ class Records:
             content = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:  # also of text that is not UTF-8
             raise ValueError(f"{file} is no record of a sweep: {error}{REMEDY}") from error
-        if isinstance(content, list):  # of version 0.1: the rows of a run of recall
-            return Record(content, None)
         if not isinstance(content, dict):
             raise ValueError(f"{file} is no record of a sweep: expected an object, got {content!r:.40}{REMEDY}")
         missing = [field for field in Record._fields if field not in content]

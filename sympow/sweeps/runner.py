@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from sympow.data.files import check_file_name
 from sympow.fields import unknown
+from sympow.files import check_file_name
 from sympow.sweeps.estimates import Estimates
 from sympow.sweeps.executors import EXECUTORS, start
 from sympow.sweeps.records import Records

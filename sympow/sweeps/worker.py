@@ -119,9 +119,7 @@ def learn(estimates: Estimates[J], jobs: Mapping[str, J], records: Records, lear
     """Learns from the jobs that finished since the last call. `learned` contains the names of earlier jobs."""
     for name in [name for name in jobs if name not in learned and records.is_done(name)]:
         learned.add(name)
-        seconds = records.read(name).seconds
-        if seconds is not None:
-            estimates.learn(jobs[name], seconds)
+        estimates.learn(jobs[name], records.read(name).seconds)
 
 
 def group_claim(group: str) -> str:

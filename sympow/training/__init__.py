@@ -8,13 +8,13 @@ from sympow.training.checkpoint import (
     save_checkpoint,
 )
 from sympow.training.config import DistillationConfig, ExecutionConfig, RunConfig, TrainingConfig
-from sympow.training.language import NonFiniteError, TrainingResult, train
+from sympow.training.loop import Objective
 from sympow.training.metrics import read_metrics
-from sympow.training.objective import Objective
 from sympow.training.optimizer import make_optimizer
 from sympow.training.overrides import override
 from sympow.training.run_folder import load_model
 from sympow.training.runs import Run, fine_tuning_run, load, run
+from sympow.training.trainer import NonFiniteError, TrainingResult, train
 
 __all__ = [
     "Checkpoint",

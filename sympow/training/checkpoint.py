@@ -9,7 +9,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -17,7 +17,7 @@ from typing import Any, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from sympow.data.files import atomic_write, sync
+from sympow.files import atomic_write, sync
 from sympow.training.ranks import ALONE, Ranks
 from sympow.training.shards import ShardError, check_shards, read_shards, write_shards
 
@@ -226,7 +226,6 @@ def restore_model(
     on the meta device.
     """
     own = model.state_dict()
-    state = _with_names_of_today(state, own)
     for name, tensor in state.items():
         if name not in own:
             raise CheckpointError(f"{path} does not fit the model: the model has no weight {name!r}")
@@ -250,12 +249,6 @@ def restore_model(
 def _local(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns `state` with the current name of a weight that version 0.1 named differently: the norm of the heads."""
-    renamed = {name.replace(".head_norm.", ".out_norm."): name for name in own if ".head_norm." in name}
-    return {renamed.get(name, name): tensor for name, tensor in state.items()}
 
 
 def _remove(path: Path) -> None:

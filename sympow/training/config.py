@@ -300,7 +300,7 @@ class RunConfig:
             model=ModelConfig.from_dict(values["model"]),
             data=DataConfig.from_dict(values["data"]),
             training=TrainingConfig.from_dict(values["training"]),
-            execution=ExecutionConfig.from_dict(values.get("execution", {})),  # runs of version 0.1.0 have none
+            execution=ExecutionConfig.from_dict(values.get("execution", {})),
             distillation=DistillationConfig.from_dict(values["distillation"]) if "distillation" in values else None,
             start=values.get("start"),
         )

@@ -1,6 +1,21 @@
-"""The training loop: optimizer steps, and evaluations and checkpoints between them."""
+"""The training loop: optimizer steps, and evaluations and checkpoints between them; what it trains, and on what.
+
+Training may diverge where a component refuses the numbers first. On a CPU, power attention refuses gates that are not
+finite and states that leave their range. AdamW refuses a learning rate beyond float32. All other components pass on
+numbers that are not finite, up to the loss.
+"""
+
+from __future__ import annotations
 
 from typing import Protocol
+
+from torch import Tensor
+
+from sympow.models import LanguageModel
+from sympow.ops import OutOfRangeError
+from sympow.training.ranks import Rows
+
+_OVERFLOW = "without overflow"  # words of PyTorch's error, which has no class of its own
 
 
 class Trainee(Protocol):
@@ -30,3 +45,25 @@ def run_steps(trainee: Trainee, first: int, steps: int) -> tuple[int, str | None
         if reason is not None:
             return step + 1, reason
     return steps, None
+
+
+class Objective(Protocol):
+    """Gives a loss in stages, and a reference model to compare held-out losses with."""
+
+    @property
+    def reference(self) -> LanguageModel:
+        """Returns the model whose held-out loss is reported beside that of the trained model."""
+        ...
+
+    def stage(self, step: int) -> tuple[int, int]:
+        """Returns the stage of an optimizer step (counted from 0) as a number from 1, and the stage's first step."""
+        ...
+
+    def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
+        """Returns the loss of a step, summed over all targets of `rows` that are not -100, as a scalar."""
+        ...
+
+
+def shows_divergence(error: Exception) -> bool:
+    """Returns whether an error is that of a component which refuses numbers out of range."""
+    return isinstance(error, OutOfRangeError) or (isinstance(error, RuntimeError) and _OVERFLOW in str(error))

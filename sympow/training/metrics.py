@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import naming, write_text
+from sympow.files import naming, write_text
 from sympow.training.config import RunConfig
 from sympow.training.trackers import open_tracker
 

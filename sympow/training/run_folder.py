@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sympow.data.claim import locked
-from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
+from sympow.files import whole_folder, write_text
+from sympow.locks import locked
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
 from sympow.models.weight_shapes import check_shapes
@@ -187,16 +187,12 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 class LoadedModel(NamedTuple):
-    """Holds a trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for.
-
-    older: whether the run is of version 0.1, whose power attention had no short convolution and no output gate.
-    """
+    """Holds a trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for."""
 
     model: LanguageModel
     config: RunConfig
     run_dir: Path
     step: int
-    older: bool
 
 
 def load_model(
@@ -230,8 +226,7 @@ def load_model(
     with torch.device("meta"):
         model = Undrawn(config.model)
     restore_model(model, checkpoint.model, file, dtype=_dtype(checkpoint.model) if dtype is None else dtype)
-    older = _is_older(checkpoint.config)
-    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step, older)
+    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step)
 
 
 def _dtype(weights: Mapping[str, Any]) -> torch.dtype:
@@ -242,14 +237,12 @@ def _dtype(weights: Mapping[str, Any]) -> torch.dtype:
 
 def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None:
     """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
-    older = _is_older(stored)
     stored = _with_all_fields(stored)
     difference = first_difference(decisive(stored), decisive(config.to_dict()))
     if difference:
         field, old, new = difference
-        kind = "a run of version 0.1" if older else "a run"
         raise ValueError(
-            f"{where} holds {kind} with {field} = {old!r}, not {new!r}: "
+            f"{where} holds a run with {field} = {old!r}, not {new!r}: "
             "continue with the same config, remove the run (--restart), or give another folder (--out)"
         )
 
@@ -260,12 +253,6 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
         return RunConfig.from_dict(stored).to_dict()
     except (KeyError, TypeError, ValueError):
         return stored
-
-
-def _is_older(config: dict[str, Any]) -> bool:
-    """Returns whether the config of a run is of version 0.1, which had no bodies."""
-    model = config.get("model", {})
-    return isinstance(model, dict) and "body" not in model
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 from sympow.training.checkpoint import check_whole, latest, latest_step
 from sympow.training.config import RunConfig
-from sympow.training.language import TrainingResult, train
-from sympow.training.objective import Objective
+from sympow.training.loop import Objective
 from sympow.training.ranks import join, launched
 from sympow.training.run_folder import folder_of, load_model, open_run_folder, read_config
 from sympow.training.step import resolve_device
+from sympow.training.trainer import TrainingResult, train
 
 TOKENIZER = "tokenizer.json"
 OPENING = "opening the data"  # which may train a tokenizer and fill a cache
@@ -127,9 +127,6 @@ def load(
     cannot be read.
     """
     loaded = load_model(path, device, dtype)
-    if loaded.older:
-        what = "power attention without short convolution and output gate"
-        print(f"{path} is a run of version 0.1: {what}", file=sys.stderr)
     tokenizer, named = saved_tokenizer(loaded.run_dir), loaded.config.data.tokenizer
     if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
         file = loaded.run_dir / TOKENIZER

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import long_row
 from benchmarks.measure import read
-from sympow.training.language import TrainingResult
+from sympow.training.trainer import TrainingResult
 
 
 def test_command(tmp_path, monkeypatch, capsys):

@@ -91,7 +91,7 @@ def test_documents_without_far_context_are_refused(corpus, monkeypatch):
 
 
 def test_a_training_that_was_stopped_is_not_measured(corpus, monkeypatch, capsys):
-    from sympow.training.language import TrainingResult
+    from sympow.training.trainer import TrainingResult
 
     monkeypatch.setattr(long_text, "train", lambda *_, **__: TrainingResult(3, 9, 1.0, "SIGTERM"))
     assert call(monkeypatch, corpus, "--context", "16") == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sympow.cli import commands, main
+from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
@@ -220,6 +220,6 @@ def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch
     assert usual_precision(torch.device("cuda")) == "bf16"
     assert usual_precision(torch.device("cpu")) in ("bf16", "float32")
     for processor in (precision, "float32" if precision == "bf16" else "bf16"):
-        monkeypatch.setattr(commands, "usual_precision", lambda device, processor=processor: processor)
+        monkeypatch.setattr("sympow.training.step.usual_precision", lambda device, processor=processor: processor)
         assert command("out") == precision
         assert command("named", "training.precision=float32") == "float32"

@@ -10,10 +10,10 @@ import pytest
 import zarr
 
 from sympow.data import BPETokenizer, DataConfig, build_kernel_corpus, load_tokenizer, open_corpus
-from sympow.data.claim import locked
 from sympow.data.corpus_folder import HELD_OUT, read_entries
 from sympow.data.debian_package import fetch_package
 from sympow.data.kernel_corpus import plan_documents
+from sympow.locks import locked
 from tests.data.killed import killed_builds
 from tests.data.trees import source_tree, write_archive, write_folder, write_package
 

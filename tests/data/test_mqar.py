@@ -161,11 +161,14 @@ def test_slots_are_drawn_one_after_another_without_replacement():
     assert statistic < bound
 
 
-@pytest.mark.parametrize("text", ["the module", "docs/mqar.md"])
+@pytest.mark.parametrize("text", ["the module", "docs/guides/mqar.md"])
 def test_docs_say_where_rows_differ_from_the_published_code(text):
     """Users who compare results must find the differences in both. The other tests here check the rows."""
     words = mqar.__doc__ if text == "the module" else (Path(__file__).parents[2] / text).read_text()
-    start = {"the module": "Rows differ from those of the published code", "docs/mqar.md": "### Where it differs from"}
+    start = {
+        "the module": "Rows differ from those of the published code",
+        "docs/guides/mqar.md": "### Where it differs from",
+    }
     part = " ".join(words.partition(start[text])[2].partition("\n## ")[0].split())
     for said in ("assigned to the", "at random", "0.01", "whole vocabulary", "all different", "num_passes", "global"):
         assert said in part, said

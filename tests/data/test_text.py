@@ -9,7 +9,6 @@ import pytest
 
 from sympow.data import BPETokenizer, ByteTokenizer
 from sympow.data import text as text_module
-from sympow.data.files import atomic_write, default_cache_dir, write_text
 from sympow.data.text import (
     cut_document,
     measure_documents,
@@ -18,6 +17,7 @@ from sympow.data.text import (
     tokenize_documents,
     train_bpe,
 )
+from sympow.files import atomic_write, default_cache_dir, write_text
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> Path:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from sympow.cli import main
-from sympow.cli.serving import load_served
+from sympow.cli.served_model import load_served
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.data.tokens import BPETokenizer
 from sympow.integrations.transformers import SympowForCausalLM, from_transformers, to_transformers

@@ -1,4 +1,4 @@
-"""Models served by vLLM give the greedy tokens of `generate`. docs/vllm.md has the commands that run these tests."""
+"""Models served by vLLM give the greedy tokens of `generate`. docs/guides/vllm.md has commands that run these tests."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ MODELS = {
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
-    reason="needs vLLM, in an environment of its own: docs/vllm.md has the commands",
+    reason="needs vLLM, in an environment of its own: docs/guides/vllm.md has the commands",
 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sympow.layers import MIXERS, AttentionMixer, Mixer, power
-from sympow.layers.serialized import serialize
+from sympow.layers.state_file import serialize
 from tests.layers.contract import (
     CASES,
     D_MODEL,

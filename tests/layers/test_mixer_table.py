@@ -1,4 +1,4 @@
-"""The options of mixers, and the table of docs/mixers.md against them: no row missing, none that is no longer so."""
+"""The options of mixers, and the table of docs/guides/mixers.md against them: no row missing, none that is outdated."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from sympow.layers import FLA_MIXERS, MIXERS, AttentionMixer, PowerAttention
 from sympow.ops.feature_map import spow_dim
 
-LINES = (Path(__file__).resolve().parents[2] / "docs/mixers.md").read_text().splitlines()
+LINES = (Path(__file__).resolve().parents[2] / "docs/guides/mixers.md").read_text().splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
 ROWS = {cells[0]: cells[1:] for cells in CELLS[1:]}  # after the heading
 HEADS = {

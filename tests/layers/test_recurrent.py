@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sympow.layers import MIXERS
-from sympow.layers.rwkv4 import decayed_mean
 from sympow.layers.rwkv7 import delta_rule
+from sympow.layers.zoology.rwkv4 import decayed_mean
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -279,11 +279,11 @@ def test_tokens_before(bounds):
     torch.compiler.reset()
 
 
-# ------------------------------------------------------------------------------------------------ docs/bodies.md
+# ------------------------------------------------------------------------------------------------ docs/guides/bodies.md
 
 
 def test_the_tables_of_the_docs_name_every_body_and_field():
-    text = (Path(__file__).resolve().parents[2] / "docs/bodies.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs/guides/bodies.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     named = {cells[0]: cells[1] for cells in rows}
     assert named.keys() >= BODIES.keys()

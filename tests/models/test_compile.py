@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from tests.ops.contract import DEVICE
 
-triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
+triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 
 
 @pytest.mark.parametrize(

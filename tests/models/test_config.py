@@ -38,19 +38,6 @@ def test_round_trip_of_every_body(fields):
     assert ("mlp_ratio" in stored) == (config.body != "llama") == ("norm_eps" not in stored)
 
 
-def test_a_config_of_an_older_run_is_of_the_gpt2_body():
-    old = {"vocab_size": 100, "d_model": 32, "n_layers": 5, "n_heads": 4, "mixers": [POWER.to_dict()], "mlp_ratio": 3}
-    alone = {"short_convolution": 0, "head_norm": False, "output_gate": False, "normalize": True}
-    alone |= {"rotation": "data", "rotary_fraction": 1.0}
-    mixer = MixerConfig("power", POWER.options | alone)
-    assert ModelConfig.from_dict(old) == ModelConfig(100, 32, 5, 4, (mixer,), mlp_ratio=3, body="gpt2")
-    behind = {"mixer": "power", "options": {"p": 3}}
-    old["mixers"] = [{"name": "short_convolution", "options": behind}]
-    options = alone | {"p": 3, "head_norm": True, "normalize": False}
-    (mixer,) = ModelConfig.from_dict(old).mixers
-    assert mixer == MixerConfig("short_convolution", behind | {"options": options})
-
-
 def test_what_a_model_gives_its_mixers():
     named = MixerConfig("softmax", {"n_kv_heads": 4})
     config = ModelConfig(100, 32, 5, 4, (POWER, named, BEHIND, MixerConfig("h3")), n_kv_heads=2)

@@ -235,7 +235,7 @@ def test_moves_copies_and_detaches():
 
 def test_kernel_is_a_proper_operator():
     """What it changes is declared, and its output known without running it."""
-    pytest.importorskip("sympow.ops.triton", reason="needs triton")
+    pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
     case = Case(B=1, T=2, H=2, G=1, K=3, V=2)
     inputs = make_inputs(case, dtype=torch.float32)
     state = initial_state(case, inputs)

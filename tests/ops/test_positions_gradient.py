@@ -97,7 +97,7 @@ def test_by_the_kernels(p, gated, chunk, dtype):
 
 def test_sums_begin_anew_at_every_chunk():
     """Whatever the terms of later chunks add up to, the sum from the end of a chunk on is what the states say."""
-    turn = pytest.importorskip("sympow.ops.triton.turn", reason="needs triton")
+    turn = pytest.importorskip("sympow.ops.triton.position_gradient", reason="needs triton")
     q, k, *_ = inputs(torch.float32)
     dq, dk = q.flip(1), k.flip(1)
     chunk, frequencies = 16, rotary_frequencies(K, device=DEVICE)

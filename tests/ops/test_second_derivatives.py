@@ -110,11 +110,11 @@ def test_a_rotation_has_them():
 
 def kernels() -> dict:
     """Kernels with a gradient of their own, and the shapes of the inputs in which they are not linear."""
-    narrow = pytest.importorskip("sympow.ops.triton.narrow_linear").narrow_linear
-    rotate_heads = pytest.importorskip("sympow.ops.triton.rotate").rotate_heads
-    from sympow.ops.triton.gated_norm import gated_norm
-    from sympow.ops.triton.gelu_linear import gelu_linear
-    from sympow.ops.triton.short_convolution import short_convolution
+    narrow = pytest.importorskip("sympow.ops.fused.float32_linear_kernels").narrow_linear
+    rotate_heads = pytest.importorskip("sympow.ops.fused.rotation_kernels").rotate_heads
+    from sympow.ops.fused.gated_norm_kernels import gated_norm
+    from sympow.ops.fused.gelu_linear_kernels import gelu_linear
+    from sympow.ops.fused.short_convolution_kernels import short_convolution
 
     frequencies = rotary_frequencies(K, device=DEVICE)
 

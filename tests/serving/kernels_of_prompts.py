@@ -15,10 +15,12 @@ from unittest import mock
 import torch
 
 from sympow.ops import PowerState
-from sympow.ops.triton import attention, config, launcher, plan
-from sympow.ops.triton.gated_norm import gated_norm
-from sympow.ops.triton.rotate import rotate_heads
-from sympow.ops.triton.short_convolution import short_convolution_step
+from sympow.ops.fused.gated_norm_kernels import gated_norm
+from sympow.ops.fused.rotation_kernels import rotate_heads
+from sympow.ops.fused.short_convolution_kernels import short_convolution_step
+from sympow.ops.runtime import launcher
+from sympow.ops.triton import config, plan
+from sympow.ops.triton.adapt import attention
 from tests.ops.triton.compile_kernels import recording
 
 HEADS, K = 2, 64

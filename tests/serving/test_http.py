@@ -12,11 +12,11 @@ from benchmarks.hostile_requests import CHAT, COMPLETIONS, hostile_requests, val
 from sympow.data import ByteTokenizer
 from sympow.models import generate
 from sympow.serving import Engine
+from sympow.serving.engine_time import PARTS
 from sympow.serving.http import ChatTemplate, Limits, Service, make_app
 from sympow.serving.http.errors import ApiError
 from sympow.serving.http.fields import parsed
 from sympow.serving.http.schema import ChatCompletion, Completion
-from sympow.serving.work import PARTS
 from tests.serving.asgi import call, get, post
 
 TOKENIZER = ByteTokenizer()

@@ -19,7 +19,7 @@ from benchmarks.hostile_requests import CHAT, COMPLETIONS, NO_HTTP, valid
 from benchmarks.serving import untrained_run
 from sympow import serving
 from sympow.cli import main
-from sympow.cli.serving import api_keys, engine_threads, load_served
+from sympow.cli.served_model import api_keys, engine_threads, load_served
 from sympow.data import ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
@@ -28,7 +28,7 @@ from tests.serving.asgi import call
 from tests.shell_blocks import commands_of
 
 KEY = "a-key"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "serving.md"
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 from sympow.models import LanguageModel, ModelConfig
 from sympow.serving import PrefixCache
-from sympow.serving.reading import Reader
-from sympow.serving.work import Work
+from sympow.serving.engine_time import EngineTime
+from sympow.serving.prefill import Reader
 
 
 def compiled_by(calls: list[tuple[int, int]], earlier: list[tuple[int, int]]) -> list[int]:
@@ -25,7 +25,7 @@ def compiled_by(calls: list[tuple[int, int]], earlier: list[tuple[int, int]]) ->
 def test_prompts_read_together_need_no_kernels_but_those_of_the_start():
     pytest.importorskip("triton", reason="needs triton")
     model = LanguageModel(ModelConfig(256, 16, 1, 1), seed=0)
-    shapes = Reader(model, 128, PrefixCache(model, 0), in_steps=True, work=Work()).shapes()
+    shapes = Reader(model, 128, PrefixCache(model, 0), in_steps=True, work=EngineTime()).shapes()
     lengths = sorted({length for _, length in shapes if length > 1})
     assert lengths == [16, 32, 64, 128]
     shapes = [shape for shape in shapes if shape[1] > 1]  # a single token takes the kernel of decoding

@@ -1,6 +1,5 @@
 """The sweep runner: each job is done once, what fails is told, and time limits hold."""
 
-import json
 import math
 import os
 import signal
@@ -143,13 +142,6 @@ def test_a_worker_stays_with_a_group_and_then_helps_others(tmp_path):
     worker = Worker(named("h1", "f1", "h2", "f2"), Chores(), tmp_path, group=kind)
     with records.claim(group_claim("h")):  # another worker's
         assert list(worker.run(0)) == ["job-f1", "job-f2", "job-h1", "job-h2"]
-
-
-def test_rows_of_version_0_1_are_read(tmp_path):
-    records = Records(tmp_path)
-    records.open()
-    (tmp_path / "rows" / "one.json").write_text(json.dumps([{"run": "one"}]))
-    assert records.is_done("one") and records.read("one") == ([{"run": "one"}], None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sympow.data import files
+from sympow import files
 from sympow.training import Checkpoint, CheckpointError, latest, load_checkpoint, save_checkpoint
 from sympow.training.checkpoint import checkpoint_path, latest_step, list_checkpoints, restore_model
 

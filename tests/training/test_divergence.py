@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sympow.models import LanguageModel
-from sympow.training import NonFiniteError, language, latest, load_checkpoint, train
+from sympow.training import NonFiniteError, latest, load_checkpoint, train, trainer
 from sympow.training.checkpoint import checkpoint_path, list_checkpoints
 
 
@@ -32,8 +32,8 @@ def test_a_checkpoint_that_a_step_has_ruined_does_not_replace_the_good_one(
 ):
     """The loss of step 3 is finite, and the weights after it too, but they are so large that step 4 has no loss."""
     config = make_config("softmax", checkpoint_every=1, keep_checkpoints=1)
-    real = language.learning_rate
-    monkeypatch.setattr(language, "learning_rate", lambda step, *rest: 1e30 if step == 2 else real(step, *rest))
+    real = trainer.learning_rate
+    monkeypatch.setattr(trainer, "learning_rate", lambda step, *rest: 1e30 if step == 2 else real(step, *rest))
     for _ in range(2):  # also where the same command is repeated
         with pytest.raises(NonFiniteError) as caught:
             train(config, make_batches(config), tmp_path / "run", quiet=True)
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_a_step_has_ruined_does_not_replace_the_good_one(
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, make_config, make_batches, monkeypatch):
     config = make_config("softmax", steps=4, checkpoint_every=2, keep_checkpoints=1)
-    real, calls = language.train_step, []
+    real, calls = trainer.train_step, []
 
     def ruining(model, *arguments):
         numbers = real(model, *arguments)
@@ -54,7 +54,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, make_config, make_b
             model.embedding.weight.data[0, 0] = math.inf
         return numbers
 
-    monkeypatch.setattr(language, "train_step", ruining)
+    monkeypatch.setattr(trainer, "train_step", ruining)
     with pytest.raises(NonFiniteError) as caught:
         train(config, make_batches(config), tmp_path / "run", quiet=True)
     good = checkpoint_path(tmp_path / "run", 2)

@@ -17,12 +17,12 @@ from sympow.training import (
     CheckpointError,
     ExecutionConfig,
     RunConfig,
-    language,
     latest,
     load_checkpoint,
     load_model,
     read_metrics,
     train,
+    trainer,
 )
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.ranks import Part
@@ -385,7 +385,7 @@ def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
 
 def test_utilization_is_logged_where_the_peak_is_known(tmp_path, make_config, make_batches, monkeypatch):
     config = make_config(steps=2)
-    monkeypatch.setattr(language, "peak_flops", lambda device, precision: 1e9)
+    monkeypatch.setattr(trainer, "peak_flops", lambda device, precision: 1e9)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     flops = token_flops(LanguageModel(config.model, seed=0), config.training.context)
     for row in read_metrics(tmp_path / "run"):

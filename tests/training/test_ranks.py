@@ -276,7 +276,7 @@ def test_ranks_that_do_not_fit_are_refused(make_run):
 
 
 def test_the_ranks_of_the_pages_commands_can_share_the_recipes_rows():
-    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "distributed.md").read_text("utf-8")
     commands = re.findall(r"torchrun (.*?-m sympow.cli train .*?)\n(?! )", page.replace("\\\n", " "))
     assert len(commands) == 5
     for command in commands:

@@ -13,7 +13,7 @@ import torch
 
 from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
-from sympow.training import NonFiniteError, language, latest, load_checkpoint, read_metrics, train
+from sympow.training import NonFiniteError, latest, load_checkpoint, read_metrics, train, trainer
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.step import make_pass, train_step
@@ -34,7 +34,7 @@ def as_on_a_gpu(launching=lambda step: None, reading=lambda: None):
         launching(next(steps))
         return dataclasses.replace(train_step(*arguments), copied=event)
 
-    return mock.patch.object(language, "train_step", launch)
+    return mock.patch.object(trainer, "train_step", launch)
 
 
 def change_losses(change):
@@ -138,9 +138,9 @@ def test_the_time_is_that_of_steps_alone(tmp_path, make_config, make_batches, mo
         passes(1000)
         real(*arguments)
 
-    real = language.save_checkpoint
-    monkeypatch.setattr(language.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(language, "save_checkpoint", save)
+    real = trainer.save_checkpoint
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trainer, "save_checkpoint", save)
     config = make_config(steps=9, log_every=4, checkpoint_every=3, evaluate_every=5)
     with as_on_a_gpu(partial(passes, 1), partial(passes, 2)):
         train(config, make_batches(config), tmp_path / "run", observe=partial(passes, 1000), quiet=True)

@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError
 
 from sympow.data import load_tokenizer
-from sympow.data.files import naming, whole_folder, write_text
 from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_beside, tokenizer_config, write_beside
+from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
+from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.modeling import SympowForCausalLM
-from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.weights import native_name, weights
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sympow.integrations.transformers.reading import reading
+from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.sources import check_fields, check_shapes, neighbouring_pairs, rope_scaling
 from sympow.integrations.transformers.weight_files import safetensors_files
 from sympow.models import LanguageModel, MixerConfig, ModelConfig

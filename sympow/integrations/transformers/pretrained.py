@@ -14,10 +14,10 @@ from transformers.utils import cached_file
 
 from sympow.data import BPETokenizer
 from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
+from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.gguf_file import ROPE_FACTORS, model_config, read_header, rope_parameters
 from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
 from sympow.integrations.transformers.power_models import POWER_MODELS, load_power_model, longest_context, power_config
-from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.sources import (
     ARCHITECTURES,
     IN_GGUF,

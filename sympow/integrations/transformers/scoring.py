@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from sympow.integrations.transformers.reading import reading
+from sympow.integrations.transformers.errors import reading
 
 _ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row
 

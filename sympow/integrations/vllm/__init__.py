@@ -1,7 +1,7 @@
 """Models of sympow in vLLM, as a plugin.
 
 vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. From then on it
-serves the folders that `sympow export` writes. docs/vllm.md tells what works.
+serves the folders that `sympow export` writes. docs/guides/vllm.md tells what works.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The bodies by name: the blocks of a language model around its mixers. docs/bodies.md compares them."""
+"""The bodies by name: the blocks of a language model around its mixers. docs/guides/bodies.md compares them."""
 
 from sympow.models.bodies.base import Block
 from sympow.models.bodies.gpt2 import GPT2Block

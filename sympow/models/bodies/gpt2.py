@@ -10,8 +10,7 @@ from sympow.layers.base import is_product
 from sympow.models.bodies.base import PreNormBlock
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
-from sympow.ops.autocast import autocast_dtype
-from sympow.ops.availability import has_kernels
+from sympow.ops.availability import autocast_dtype, has_kernels
 
 
 class GPT2Block(PreNormBlock):
@@ -44,7 +43,7 @@ class GPT2Block(PreNormBlock):
         """Computes the MLP's output for x [B, T, d]; on a GPU the gradients of the GELU are one kernel."""
         if not self.takes_kernels(x):
             return super().mlp(x)
-        from sympow.ops.triton.gelu_linear import gelu_linear
+        from sympow.ops.fused.gelu_linear_kernels import gelu_linear
 
         hidden = F.linear(self.mlp_norm(x), self.mlp_in.weight)  # without the bias, whose gradient the kernel sums up
         return gelu_linear(hidden, self.mlp_in.bias, self.mlp_out.weight, self.mlp_out.bias)

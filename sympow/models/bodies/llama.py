@@ -14,7 +14,7 @@ class LlamaBlock(PreNormBlock):
     """Computes x + mixer(RMSNorm(x)), then x + W_down (silu(W_gate y) * W_up y), y = RMSNorm(x): SwiGLU, no biases.
 
     `mlp_in` holds the rows of W_gate and then those of W_up, `mlp_out` is W_down. There is no norm after the
-    embedding. The features of attention in the published models are options of the mixer: docs/bodies.md lists them.
+    embedding. The features of attention in the published models are options of the mixer; see docs/guides/bodies.md.
 
     The weights start as those of the gpt2 body: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual
     stream; norms at 1.

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from sympow.layers import MixerState
 from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
-from sympow.layers.rwkv4 import shifted
 from sympow.layers.rwkv7 import LowRank, low_rank
 from sympow.layers.state import After
+from sympow.layers.zoology.rwkv4 import shifted
 from sympow.models.bodies.base import Block, block_mixer, reset_norm, step_mixer
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
-from sympow.ops.context import previous_tokens
+from sympow.ops.context_parallel import previous_tokens
 
 _GATE_RANK = 5.0  # rank of the gate over sqrt(d)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from triton import knobs
 
+from sympow.ops.runtime.launcher import ceil_div, next_power_of_2, processors
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -141,7 +143,7 @@ HOPPER_QUADRATIC = {
     64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
-# The same for the gradient passes of `hopper.quadratic`. They have these K, and rows that are not packed, because the
+# The same for the passes of `hopper.gradients_quadratic`. They have these K, and rows that are not packed, because the
 # positions of packed documents take registers (docs/decisions/0003-gpu-kernels.md). At K = 128 the passes do not fit.
 HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
 
@@ -227,28 +229,9 @@ def one_chunk(time: int) -> int:
     return size
 
 
-def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up. Triton's own function is made for kernels too, and takes ten times as long on the
-    host."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Returns the smallest power of two that is at least n; 0 for 0. It replaces Triton's own, see `ceil_div`."""
-    return 1 << (int(n) - 1).bit_length() if n else 0
-
-
-def processors(device: torch.device) -> int:
-    """Returns the number of SMs of a GPU; a few for other devices."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def sharing(rows: int, blocks: int, programs: int, device: torch.device) -> int:
-    """Returns the number of programs that share `rows` blocks of rows, for each of `blocks` blocks of columns.
-
-    A GPU then has about so many `programs` for each SM.
-    """
-    return min(rows, max(1, programs * processors(device) // blocks))
+def padded_key_dim(key_dim: int) -> int:
+    """Returns the K of tiles: a power of two, at least 16."""
+    return max(16, 1 << (key_dim - 1).bit_length())
 
 
 def most_kept(device: torch.device) -> int:

@@ -21,16 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops import delta_rule as rule
-from sympow.ops import triton as power
 from sympow.ops.delta_types import DeltaGradients, DeltaOptions
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.registration import operator
+from sympow.ops.runtime.launcher import launch as launch_kernel
+from sympow.ops.runtime.operator import operator
+from sympow.ops.triton import adapt as power
 from sympow.ops.triton import config, launch
-from sympow.ops.triton.call import Call
-from sympow.ops.triton.launcher import launch as launch_kernel
 from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
 from sympow.ops.triton.operators import Options as PowerOptions
 from sympow.ops.triton.operators import backward as power_backward
+from sympow.ops.triton.plan import Call
 from sympow.ops.triton.primitives import power as power_of
 from sympow.ops.types import PowerState
 

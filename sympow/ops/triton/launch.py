@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sympow.ops.runtime.launcher import Launcher
 from sympow.ops.triton import config
 from sympow.ops.triton import output as plain_output
 from sympow.ops.triton import states as plain_states
-from sympow.ops.triton.call import Call
 from sympow.ops.triton.hopper import output as hopper_output
-from sympow.ops.triton.hopper import powers
 from sympow.ops.triton.hopper import states as hopper_states
-from sympow.ops.triton.launcher import Launcher
-from sympow.ops.triton.plan import Plan
+from sympow.ops.triton.hopper import states_levels
+from sympow.ops.triton.plan import Call, Plan
 from sympow.ops.triton.segments import Segments, few, join_blocks, join_launcher, segments_of
 
 
@@ -252,7 +251,7 @@ def _state_programs(plan: Plan, z: bool) -> int:
 def _programs_of_tiles(plan: Plan, z: bool, tiles: int) -> int:
     """Returns the number of these programs if each has so many tiles."""
     if plan.leveled:
-        return powers.programs(plan.levels.shape, tiles, plan.hopper_launches.state.warps)
+        return states_levels.programs(plan.levels.shape, tiles, plan.hopper_launches.state.warps)
     if plan.hopper:
         size = plan.hopper_launches.state
         return hopper_states.programs(plan.K, plan.parts, tiles, size.tile, size.warps)
@@ -290,4 +289,4 @@ def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     constants |= {"K": plan.K, "V": plan.V, "P": plan.p, "LEVELS": levels, "TILES": tiles}
     constants |= {"STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     grid = _state_grid(plan, _programs_of_tiles(plan, z, tiles), z)
-    return Launcher(powers.state_pass, grid, numbers | constants | {"prefixes": plan.tables[0]})
+    return Launcher(states_levels.state_pass, grid, numbers | constants | {"prefixes": plan.tables[0]})

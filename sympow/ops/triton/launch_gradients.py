@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sympow.ops.runtime.launcher import Launcher
 from sympow.ops.triton import config, gate, gradients
-from sympow.ops.triton.call import Call
+from sympow.ops.triton.hopper import gradients_quadratic, key_gradient_levels, query_gradient_levels
 from sympow.ops.triton.hopper import key_gradient as hopper_key_gradient
-from sympow.ops.triton.hopper import power_key_gradient, power_query_gradient, quadratic
 from sympow.ops.triton.hopper import query_gradient as hopper_query_gradient
-from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import TILE
-from sympow.ops.triton.plan import Plan
+from sympow.ops.triton.plan import Call, Plan
 
 GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's gradient, along whole rows and within chunks
 STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read together, and programs of one state
@@ -90,11 +89,11 @@ def _quadratic_query_gradient(plan: Plan) -> Launcher:
     constants = {"K": plan.K, "V": plan.V, "R": plan.R, "BLOCK": size.block, "KEYS": size.step, "GATED": plan.gated}
     constants |= {"num_warps": size.warps} | plan.early()
     tiles = {
-        name: quadratic.key_tile((plan.layout.sequences, time, plan.G, width), own[st], own[sh], size.step)
+        name: gradients_quadratic.key_tile((plan.layout.sequences, time, plan.G, width), own[st], own[sh], size.step)
         for name, st, sh, width in (("keys", "k_st", "k_sh", plan.K), ("values", "v_st", "v_sh", plan.V))
     }
     grid = (plan.layout.blocks(size.block), plan.H)
-    return Launcher(quadratic.query_pass, grid, numbers | constants, tiles)
+    return Launcher(gradients_quadratic.query_pass, grid, numbers | constants, tiles)
 
 
 def _query_gradient_by_levels(plan: Plan, init: bool) -> Launcher:
@@ -102,7 +101,7 @@ def _query_gradient_by_levels(plan: Plan, init: bool) -> Launcher:
     numbers = plan.strides | plan.sequences() | plan.heads() | {"grad_scale": plan.grad_scale * plan.out_scale}
     constants = plan.leveled_dims(size) | {"KEYS": size.step, "STATES": plan.has_rows(init), "INIT": init}
     arguments = numbers | constants | {"rows": rows, "entries": entries}
-    return Launcher(power_query_gradient.query_pass, (plan.layout.blocks(size.block), plan.H), arguments)
+    return Launcher(query_gradient_levels.query_pass, (plan.layout.blocks(size.block), plan.H), arguments)
 
 
 def _query_gradient_on_hopper(plan: Plan, init: bool, normalize: bool) -> Launcher:
@@ -163,7 +162,7 @@ def _quadratic_key_gradient(plan: Plan) -> Launcher:
     numbers |= {"grad_scale": plan.grad_scale}
     constants = {"K": plan.K, "V": plan.V, "R": plan.R, "BLOCK": size.block, "QUERIES": size.step}
     constants |= {"GATED": plan.gated, "num_warps": size.warps} | plan.early()
-    return Launcher(quadratic.key_pass, (plan.layout.blocks(size.block), plan.G), numbers | constants)
+    return Launcher(gradients_quadratic.key_pass, (plan.layout.blocks(size.block), plan.G), numbers | constants)
 
 
 def _key_gradient_by_levels(plan: Plan, final: bool) -> Launcher:
@@ -173,11 +172,8 @@ def _key_gradient_by_levels(plan: Plan, final: bool) -> Launcher:
     constants = plan.leveled_dims(size) | {"LEVELS": plan.levels.shape, "TILE": TILE, "QUERIES": size.step}
     tables = {"rows": rows, "entries": entries, "level_entries": level_entries, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.G)
-    return Launcher(
-        power_key_gradient.key_pass,
-        grid,
-        numbers | constants | tables | {"STATES": plan.has_rows(final), "FINAL": final},
-    )
+    flags = {"STATES": plan.has_rows(final), "FINAL": final}
+    return Launcher(key_gradient_levels.key_pass, grid, numbers | constants | tables | flags)
 
 
 def _key_gradient_on_hopper(plan: Plan, final: bool, z: bool) -> Launcher:

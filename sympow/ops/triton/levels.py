@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_indices
+from sympow.ops.triton.config import padded_key_dim
 from sympow.ops.triton.rows import Basis, public_rows
 
 TILE = 128  # rows of a state that are read at once; every level has a multiple of them
@@ -122,11 +123,6 @@ class Slopes:
         tuples = torch.cat([u, k[..., None], j.clamp(min=skip)[..., None]], -1) - skip
         self.rows = levels.representative[public_rows(tuples.flatten(0, 1), levels.key_dim)].view_as(k)
         self.entries = self.weights.view(torch.int32) | self.inner[:, 0].int() | self.inner[:, -1].int() << 8
-
-
-def padded_key_dim(key_dim: int) -> int:
-    """Returns the K of tiles: a power of two, at least 16."""
-    return max(16, 1 << (key_dim - 1).bit_length())
 
 
 def _groups(key_dim: int, p: int, width: int) -> list[tuple[int, int]]:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.registration import cast, differentiable, is_followed, operator
-from sympow.ops.rotary import Rotation
-from sympow.ops.triton import launch, launch_gradients, turn
-from sympow.ops.triton.call import Call, Gate
-from sympow.ops.triton.plan import Plan, Shapes
+from sympow.ops.runtime.operator import cast, differentiable, is_followed, operator
+from sympow.ops.triton import launch, launch_gradients, position_gradient
+from sympow.ops.triton.plan import Call, Gate, Plan, Shapes
 from sympow.ops.triton.rows import Basis
+from sympow.ops.types import Rotation
 
 MAX_KEY_DIM = 128
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # the largest K for each p that has a chunked form
@@ -110,10 +109,10 @@ def backward(
         gradient = (dout, factors.factor, factors.delta)
         ds, dz = launch.states(call, s_end, z_end, starts, reads_z, gradient, room, after)
         if turns and s is not None and z is not None and frequencies is not None:
-            turned = turn.products_with_states(call, s, z, ds, dz, frequencies, reads_z)
+            turned = position_gradient.products_with_states(call, s, z, ds, dz, frequencies, reads_z)
     dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
     if frequencies is not None:
-        dpositions = turn.position_gradient(q, k, dq, dk, frequencies, plan.chunk, turned)
+        dpositions = position_gradient.position_gradient(q, k, dq, dk, frequencies, plan.chunk, turned)
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)

@@ -99,9 +99,3 @@ def times_prefix(base, row_ptrs, valid, i, prefixes, weights, P: tl.constexpr):
             index = tl.load(prefixes + i * (P - 1) + m)
             factor = tl.load(row_ptrs + index, mask=valid, other=0.0).to(tl.float32) * factor
         return (base.to(tl.float32) * factor[:, None]).to(row_ptrs.dtype.element_ty)
-
-
-@triton.jit
-def pairs(x):
-    """Returns the first and the second channels of the pairs of x [M, N], float32 [M, N / 2]."""
-    return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.runtime.launcher import Launcher
 from sympow.ops.triton import config
-from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.plan import Plan
 
 BLOCK, WARPS = 1024, 4  # elements of a state in a program of `join_segments`

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sympow.layers.base_conv import BaseConv
-from sympow.layers.filters import ExplicitFilter
-from sympow.layers.hyena import Hyena
+from sympow.layers.zoology.base_conv import BaseConv
+from sympow.layers.zoology.filters import ExplicitFilter
+from sympow.layers.zoology.hyena import Hyena
 from sympow.recall.theory.base_conv import Layer, convolution, linear
 
 

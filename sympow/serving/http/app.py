@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sympow.serving.http.answer_queue import AnswerQueue, ClientLeftError, while_connected
 from sympow.serving.http.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event, usage_of
 from sympow.serving.http.errors import ApiError
 from sympow.serving.http.fields import parsed
 from sympow.serving.http.hosts import HostCheck
-from sympow.serving.http.inbox import ClientLeftError, Inbox, while_connected
 from sympow.serving.http.schema import ChatCompletion, Completion, Generation
 from sympow.serving.http.service import Service
 from sympow.serving.requests import Output, Request, Usage
@@ -86,7 +86,7 @@ class _Routes:
         service.check_choices(body, len(given))
         prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt, begins=True) for prompt in given])
         new = _DEFAULT_NEW if body.max_tokens is None else body.max_tokens
-        inbox = Inbox()
+        inbox = AnswerQueue()
         requests = service.requests(body, prompts, inbox, new=new, param="max_tokens", logprobs=body.logprobs)
         answer = CompletionAnswer(service.name, service.tokenizer, body.logprobs is not None)
         return await self._answered(request, body, requests, inbox, answer)
@@ -103,7 +103,7 @@ class _Routes:
             ((name, value) for name, value in given.items() if value is not None),
             ("max_tokens", service.limits.new_tokens),
         )
-        inbox = Inbox()
+        inbox = AnswerQueue()
         requests = service.requests(body, [prompt], inbox, new=new, param=param, logprobs=logprobs)
         answer = ChatAnswer(service.name, service.tokenizer, bool(body.logprobs))
         return await self._answered(request, body, requests, inbox, answer)
@@ -149,7 +149,7 @@ class _Routes:
         return body
 
     async def _answered(
-        self, request: HttpRequest, body: Generation, requests: Sequence[Request], inbox: Inbox, answer: Answer
+        self, request: HttpRequest, body: Generation, requests: Sequence[Request], inbox: AnswerQueue, answer: Answer
     ) -> Response:
         try:
             await asyncio.to_thread(self._service.submit, requests)
@@ -202,7 +202,7 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(inbox: Inbox, count: int, answer: Answer, n: int) -> AsyncIterator[bytes]:
+async def _events(inbox: AnswerQueue, count: int, answer: Answer, n: int) -> AsyncIterator[bytes]:
     """Yields the events of `count` choices."""
     usages: dict[int, Usage] = {}
     opened: set[int] = set()
@@ -240,7 +240,7 @@ def _merged(pieces: Sequence[tuple[int, Output]]) -> list[tuple[int, Output]]:
     return [(i, each) for i, each in merged.items() if each.text or each.finish is not None or each.logprobs]
 
 
-async def _collected(inbox: Inbox, count: int) -> list[Output]:
+async def _collected(inbox: AnswerQueue, count: int) -> list[Output]:
     """Returns the whole answers of `count` choices."""
     done: dict[int, Output] = {}
     while len(done) < count:

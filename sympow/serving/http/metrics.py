@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from sympow.serving.engine import Engine
+from sympow.serving.engine_time import EngineTime
 from sympow.serving.requests import Output
-from sympow.serving.work import Work
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -75,7 +75,7 @@ class Metrics:
 class _WorkCollector(Collector):
     """Reports what the engine's thread has done."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: EngineTime):
         self._work = work
 
     def collect(self) -> Iterator[CounterMetricFamily]:

@@ -13,9 +13,9 @@ from h11 import LocalProtocolError
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
+from sympow.serving.http.answer_queue import left
 from sympow.serving.http.app import make_app
 from sympow.serving.http.hosts import ANY, is_loopback
-from sympow.serving.http.inbox import left
 from sympow.serving.http.service import Service
 
 _CONNECTIONS = 4096  # at a time; more are answered 503

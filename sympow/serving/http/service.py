@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sympow.data import Tokenizer, encode_text
 from sympow.serving.engine import Engine, EngineClosedError, QueueFullError
+from sympow.serving.http.answer_queue import AnswerQueue
 from sympow.serving.http.chat import ChatTemplate
 from sympow.serving.http.errors import ApiError
-from sympow.serving.http.inbox import Inbox
 from sympow.serving.http.metrics import Metrics
 from sympow.serving.http.schema import Generation
 from sympow.serving.requests import Output, Request, Sampling
@@ -132,7 +132,7 @@ class Service:
         self,
         body: Generation,
         prompts: Sequence[Tensor],
-        inbox: Inbox,
+        inbox: AnswerQueue,
         *,
         new: int,
         param: str,
@@ -179,7 +179,7 @@ class Service:
         except EngineClosedError as error:
             raise ApiError(503, str(error), code="shutting_down") from None
 
-    def _deliver(self, inbox: Inbox, choice: int, output: Output) -> None:
+    def _deliver(self, inbox: AnswerQueue, choice: int, output: Output) -> None:
         if output.usage is not None:
             self.metrics.ended(output)
         inbox.put(choice, output)

@@ -2,12 +2,14 @@
 
 The launches of real calls are recorded instead of made. For Hopper these are the variants of all key dims, because a
 limit on spilled registers holds for each; for an AMD GPU one launch of each kernel and dtype. Prints JSON, a list of
-{kernel, key_dim, tiles, stack, registers}: TILES, if the kernel has such; of a thread, the bytes of local memory that
-it spills to and its registers, null where the toolchain does not tell.
+{kernel, key_dim, tiles, stack, registers, code}: TILES, if the kernel has such; of a thread, the bytes of local memory
+that it spills to and its registers, null where the toolchain does not tell; and 12 hex digits of its machine code
+without names, so that a comparison of two records shows whether a move of files or names changed any instruction.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -29,18 +31,19 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.delta_types import DeltaOptions
-from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
-from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
-from sympow.ops.triton.delta import delta_rule
-from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
-from sympow.ops.triton.gelu_linear import gelu_linear, gelu_linear_backward
-from sympow.ops.triton.narrow_linear import narrow_linear, narrow_linear_backward
-from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
-from sympow.ops.triton.short_convolution import (
+from sympow.ops.fused.cross_entropy_kernels import cross_entropy_of_rows
+from sympow.ops.fused.float32_linear_kernels import narrow_linear, narrow_linear_backward
+from sympow.ops.fused.gated_norm_kernels import gated_norm, gated_norm_backward
+from sympow.ops.fused.gelu_linear_kernels import gelu_linear, gelu_linear_backward
+from sympow.ops.fused.rotation_kernels import rotate_heads, rotate_heads_backward
+from sympow.ops.fused.short_convolution_kernels import (
     short_convolution,
     short_convolution_backward,
     short_convolution_step,
 )
+from sympow.ops.triton import config, context_parallel, plan, segments
+from sympow.ops.triton.adapt import attention, step_with_tail
+from sympow.ops.triton.delta import delta_rule
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
@@ -104,11 +107,11 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
         for time, gated in itertools.product((512, 2048), (True, False)):
             k = torch.empty(2, time, 2, key_dim, dtype=torch.bfloat16)
             log_g = torch.empty(2, time, 2) if gated else None
-            call = split_rows.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
+            call = context_parallel.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
             for gradient in (None, (k, torch.empty(2, 2 * time), torch.empty(2, 2 * time))):
-                s, z, decays, message = split_rows.own_states(call, gradient)
-                split_rows.all_states(call, s, z, decays, message)
-            split_rows.launch_gradients.through_states(call, s, z, s, z, True)
+                s, z, decays, message = context_parallel.own_states(call, gradient)
+                context_parallel.all_states(call, s, z, decays, message)
+            context_parallel.launch_gradients.through_states(call, s, z, s, z, True)
     names = ("state_pass", "join_segments", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
@@ -181,16 +184,27 @@ def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
     return triton.compile(source(function, signature, constants, attributes), target=target, options=options)
 
 
-def resources(compiled) -> dict[str, int | None]:
+def resources(compiled) -> dict[str, int | str | None]:
     if "cubin" not in compiled.asm:
-        return {"stack": None, "registers": None}
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        return {"stack": None, "registers": None, "code": digits(compiled, compiled.asm["amdgcn"])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        usage, code = (dumped(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
     sizes = {"stack": r"STACK:(\d+)", "registers": r"REG:(\d+)"}
-    return {name: int(re.search(pattern, usage.stdout)[1]) for name, pattern in sizes.items()}
+    found = {name: int(re.search(pattern, usage)[1]) for name, pattern in sizes.items()}
+    return found | {"code": digits(compiled, code)}
+
+
+def dumped(option: str, file: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+
+
+def digits(compiled, code: str) -> str:
+    """Returns a hash of machine code in which the kernel has no name."""
+    nameless = re.sub(rf"\b{re.escape(compiled.metadata.name)}(?=\b|_)", "kernel", code)
+    return hashlib.sha256(nameless.encode()).hexdigest()[:12]
 
 
 def first_of_each(launches: list[tuple]) -> list[tuple]:
@@ -222,7 +236,7 @@ def main() -> None:
     results = []
     for key_dim, function, bound, options in launches:
         compiled = compile_launch(function, bound, options, target)
-        module = function.__module__.removeprefix("sympow.ops.triton.")
+        module = function.__module__.removeprefix("sympow.ops.").removeprefix("triton.")
         row = {"kernel": f"{module}.{function.__name__}", "key_dim": key_dim}
         row["tiles"] = bound.get("TILES")
         results.append(row | resources(compiled))

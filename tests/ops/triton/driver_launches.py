@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from sympow.ops.triton import attention, config
-from sympow.ops.triton.launcher import Launcher
+from sympow.ops.runtime.launcher import Launcher
+from sympow.ops.triton import config
+from sympow.ops.triton.adapt import attention
 
 
 class Driver:

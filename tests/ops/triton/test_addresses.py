@@ -11,9 +11,9 @@ from tests.ops.contract import DEVICE
 
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-gated_norm = pytest.importorskip("sympow.ops.triton.gated_norm", reason="needs triton")
-rotate = pytest.importorskip("sympow.ops.triton.rotate", reason="needs triton")
-short_convolution = pytest.importorskip("sympow.ops.triton.short_convolution", reason="needs triton")
+gated_norm = pytest.importorskip("sympow.ops.fused.gated_norm_kernels", reason="needs triton")
+rotate = pytest.importorskip("sympow.ops.fused.rotation_kernels", reason="needs triton")
+short_convolution = pytest.importorskip("sympow.ops.fused.short_convolution_kernels", reason="needs triton")
 segments = pytest.importorskip("sympow.ops.triton.segments", reason="needs triton")
 CHUNK, K = (128, 32) if DEVICE == "cuda" else (32, 16)
 TIME, HEADS = 3 * CHUNK + 1, 4

@@ -25,8 +25,8 @@ def test_kernels_compile(target):
     passes |= {"gelu", "gelu_backward", "column_sums"}
     assert passes <= {row["kernel"].rpartition(".")[2] for row in results}
     if target == "cuda":
-        files = {"powers", "states", "output", "query_gradient", "key_gradient", "quadratic"}
-        files |= {"power_query_gradient", "power_key_gradient"}
+        files = {"states_levels", "states", "output", "query_gradient", "key_gradient", "gradients_quadratic"}
+        files |= {"query_gradient_levels", "key_gradient_levels"}
         assert {f"hopper.{name}" for name in files} <= {row["kernel"].rpartition(".")[0] for row in results}
         state_passes = [row for row in results if row["kernel"] == "hopper.states.state_pass" and row["key_dim"] == 64]
         registers = [row["registers"] for row in state_passes if row["tiles"] == 2]

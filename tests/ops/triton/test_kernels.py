@@ -14,7 +14,7 @@ from sympow.ops import power_attention
 from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, forward, make_inputs, run
 
 gradients = pytest.importorskip("sympow.ops.triton.gradients", reason="needs triton")
-calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
+calls = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gate = pytest.importorskip("sympow.ops.triton.gate", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", reason="needs triton")
@@ -170,7 +170,7 @@ def test_large_quadratic(name):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_scales(gated):
-    """What the key pass of `hopper.quadratic` multiplies a query's scores with; two heads share a gate."""
+    """What the key pass of `hopper.gradients_quadratic` multiplies a query's scores with; two heads share a gate."""
     B, T, H, G, V, out_scale = 2, 37, 4, 2, 16, 1 / 64
     gen = torch.Generator().manual_seed(0)
     out, dout = (torch.randn(B, T, H, V, generator=gen).to(DEVICE) for _ in range(2))

@@ -8,7 +8,7 @@ from tests.ops.contract import FLOAT64_TOLERANCE
 
 config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
 levels = pytest.importorskip("sympow.ops.triton.levels", reason="needs triton")
-powers = pytest.importorskip("sympow.ops.triton.hopper.powers", reason="needs triton with Gluon")
+powers = pytest.importorskip("sympow.ops.triton.hopper.states_levels", reason="needs triton with Gluon")
 SHAPES = [(16, 3), (24, 3), (32, 3), (64, 3), (16, 4), (24, 4), (32, 4)]
 WARPS, STEP = 4, 32
 
@@ -71,7 +71,7 @@ def test_weights_are_exact_and_tiles_full(key_dim, p):
 @pytest.mark.parametrize("tiles", [2, 4])
 @pytest.mark.parametrize(("key_dim", "p"), SHAPES)
 def test_programs_of_the_state_pass_share_the_rows(key_dim, p, tiles):
-    """Each row is written once, as the product of its prefix and last index: by the arithmetic of `hopper.powers`."""
+    """Each row is written once, as the product of its prefix and last index: as `hopper.states_levels` computes it."""
     table = levels.levels_of(key_dim, p)
     x = torch.randn(key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     entries = padded(table, x)

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from sympow.ops import PowerState, power_attention
 from tests.ops.contract import DEVICE
 
-triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
+triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-Launcher = pytest.importorskip("sympow.ops.triton.launcher", reason="needs triton").Launcher
+Launcher = pytest.importorskip("sympow.ops.runtime.launcher", reason="needs triton").Launcher
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
@@ -190,7 +190,7 @@ def test_refusals(monkeypatch):
     with pytest.raises(ValueError, match="chunk_size >= T is the quadratic form"):
         power_attention(q, q, q, p=4, chunk_size=64, impl="triton")
     if DEVICE == "cpu":
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+        monkeypatch.setattr("triton.knobs.runtime.interpret", False)
         with pytest.raises(ValueError, match="needs a GPU"):
             power_attention(q, q, q, impl="triton")
 

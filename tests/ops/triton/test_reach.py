@@ -7,7 +7,7 @@ import torch
 from sympow.ops import power_attention
 from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs, run
 
-calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
+calls = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gate = pytest.importorskip("sympow.ops.triton.gate", reason="needs triton")

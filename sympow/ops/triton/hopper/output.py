@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton.hopper.compat import barrier, reinterpret
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
@@ -19,7 +20,6 @@ from sympow.ops.triton.hopper.primitives import (
     stage_columns,
     sum_before,
 )
-from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 from sympow.ops.triton.hopper.ring import (
     add_products,
     await_tile,

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sympow.ops.triton import gate
-from sympow.ops.triton.hopper.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.compat import load_async, reinterpret
 
 REACH_TILE = gl.constexpr(gate.REACH_TILE.value)
 

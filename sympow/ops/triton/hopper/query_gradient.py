@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton.hopper.compat import barrier
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
@@ -16,9 +17,8 @@ from sympow.ops.triton.hopper.primitives import (
     start_next,
     sum_before,
 )
-from sympow.ops.triton.hopper.quarters import query_states
-from sympow.ops.triton.hopper.renamed import barrier
 from sympow.ops.triton.hopper.ring import add_products, first_tiles, ring
+from sympow.ops.triton.hopper.state_parts import query_states
 
 
 @gluon.jit

@@ -2,8 +2,8 @@
 
 The compiler inserts a barrier before a copy into a buffer that another thread may still read. Here every buffer is an
 allocation of its own, and loops are unrolled over the buffers. So the compiler knows the buffer of every copy and every
-product, and inserts no barrier. Unrolled loops take registers, and the passes of `quarters.py` have none left. They and
-the loops over levels of rows have all buffers in one allocation (`ring_in_one`).
+product, and inserts no barrier. Unrolled loops take registers, and the passes of `state_parts.py` have none left. They
+and the loops over levels of rows have all buffers in one allocation (`ring_in_one`).
 """
 
 from triton.experimental import gluon

@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton.hopper.compat import barrier, load_async
 from sympow.ops.triton.hopper.primitives import exp2, step_pointers
-from sympow.ops.triton.hopper.renamed import barrier, load_async
 from sympow.ops.triton.hopper.ring import await_tile, copies_ahead, ring
 from sympow.ops.triton.rows import bands as bands_of_rows
 

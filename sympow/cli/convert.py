@@ -1,0 +1,147 @@
+"""Converts pretrained models, distills them, and exports runs: `sympow convert`, `distill` and `export`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sympow.cli.options import RUN, AddCommand, add_trust_code, path, positive
+
+if TYPE_CHECKING:
+    from sympow.models import LanguageModel
+
+_CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
+attention or by window attention; docs/guides/conversion.md lists the models. A pattern of power, window and softmax
+gives the kind of each layer; softmax keeps the layer as it is. All other weights are kept. The result is a run's folder
+with the model's tokenizer, for `sympow distill`, generate, read, evaluate and export."""
+
+_DISTILL = """Trains a converted model in three stages. The first stage trains every layer's attention on that of the
+teacher, the second the predictions on those of the teacher, the third the model on text. key=value sets a field of the
+run's config, such as a field of its data. Ctrl-C saves a checkpoint; the same command continues the run. The metrics
+contain the held-out loss, the teacher's held-out loss and the gap between them. To use several GPUs, run torchrun -m
+sympow.cli distill ..."""
+
+_EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face
+transformers reads after `import sympow.integrations.transformers`."""
+
+
+def add(command: AddCommand) -> None:
+    """Adds the commands to the parser."""
+    convert = command("convert", "Convert a pretrained model into one with power attention.", _CONVERT)
+    convert.add_argument("model", metavar="MODEL", type=path,
+                         help="Read this model: a folder or an id of Hugging Face, or a GGUF file.")  # fmt: skip
+    convert.add_argument("--out", metavar="DIR", type=path, required=True,
+                         help="Write the result into this folder, which is new or empty.")  # fmt: skip
+    convert.add_argument("--pattern", metavar="LAYERS", default="power",
+                         help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
+    convert.add_argument("--p", metavar="P", type=positive, default=2,
+                         help="Give new layers of power attention this power (default: 2).")  # fmt: skip
+    convert.add_argument("--window", metavar="N", type=positive, default=1024,
+                         help="Give new layers of window attention N tokens (default: 1024).")  # fmt: skip
+    convert.set_defaults(execute=run_convert)
+
+    distill = command("distill", "Train a converted model on its teacher, or continue.", _DISTILL)
+    distill.add_argument("run", metavar="DIR", type=path, help="Train the model in this folder of `sympow convert`.")
+    distill.add_argument("overrides", metavar="key=value", nargs="*", default=[],
+                         help="Set a field of the run's config, such as data.path=docs/train.zarr.")  # fmt: skip
+    distill.add_argument("--teacher", metavar="MODEL", type=path, required=True,
+                         help="Learn from this model: a run's folder, or what `sympow convert` reads.")  # fmt: skip
+    distill.add_argument("--out", metavar="DIR", type=path, required=True,
+                         help="Write the run into this folder.")  # fmt: skip
+    distill.add_argument("--restart", action="store_true",
+                         help="First remove the files of an earlier run in the folder.")  # fmt: skip
+    distill.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
+    add_trust_code(distill)
+    distill.set_defaults(execute=run_distill, rest="overrides")
+
+    export = command("export", "Write a run as a folder for Hugging Face transformers.", _EXPORT)
+    export.add_argument("run", metavar="RUN", type=path, help=RUN)
+    export.add_argument("--out", metavar="DIR", type=path, required=True,
+                        help="Write the result into this folder, which is new or empty.")  # fmt: skip
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB",
+                        help="Write weights in files of at most this size (default: 5GB).")  # fmt: skip
+    add_trust_code(export)
+    export.set_defaults(execute=run_export)
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    """Runs `sympow convert`."""
+    folder, model = convert_model(
+        options.model, options.out, pattern=options.pattern, p=options.p, window=options.window
+    )
+    kinds = [model.config.mixer(layer).name for layer in range(model.config.n_layers)]
+    layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
+    print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
+
+
+def run_distill(options: argparse.Namespace) -> int | None:
+    """Runs `sympow distill`."""
+    from sympow.cli.run_checks import check_held_out
+    from sympow.cli.train import run_training
+    from sympow.conversion import distillation_run
+    from sympow.training import override
+    from sympow.training.run_folder import read_config
+    from sympow.training.step import resolve_device, usual_precision
+
+    start, teacher = str(Path(options.run)), str(Path(options.teacher))
+    config = override(distillation_run(read_config(start), start, teacher), options.overrides)
+    out = Path(options.out)
+    begun = (out / "config.json").is_file() and not options.restart
+    device = resolve_device(config.training.device)
+    # A run that continues keeps its precision, also on another processor.
+    precision = read_config(out).training.precision if begun else usual_precision(device)
+    config = override(distillation_run(read_config(start), start, teacher, precision), options.overrides)
+    check_held_out(config.data, options.overrides, "data.")
+    return run_training(config, out, options.quiet, options.restart)
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Runs `sympow export`."""
+    if options.out.lower().endswith(".gguf"):
+        raise ValueError(f"{options.out}: programs that read GGUF files have no power attention, so none is written: "
+                         "give a folder")  # fmt: skip
+    from sympow.integrations.transformers import to_transformers  # which imports transformers
+
+    print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
+
+
+def convert_model(
+    source: str, out: str | os.PathLike[str], *, pattern: str, p: int, window: int
+) -> tuple[Path, LanguageModel]:
+    """Reads a pretrained model, swaps its mixers and writes the result as a run folder of 0 steps.
+
+    Args:
+        source: as for `load_pretrained`.
+        out: a new or an empty folder.
+        pattern: as for `parse_pattern` and `swap_mixers`.
+        p: as for `parse_pattern` and `swap_mixers`.
+        window: as for `parse_pattern` and `swap_mixers`.
+
+    A line on stderr says if the model's tokenizer does not keep texts as they are.
+
+    Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
+    tokenizer.
+    """
+    from sympow.conversion import parse_pattern, swap_mixers
+    from sympow.conversion.swap import keeps_layers
+    from sympow.data import BPETokenizer, DataConfig
+    from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
+    from sympow.training import RunConfig, TrainingConfig
+    from sympow.training.run_folder import new_folder, write_run_folder
+
+    kinds, folder = parse_pattern(pattern), new_folder(out)
+    pretrained = load_pretrained(source)
+    if pretrained.tokenizer is None:
+        raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
+    model = pretrained.model
+    if not keeps_layers(model.config, kinds, p):  # a copy of a large model would not fit in memory
+        model = swap_mixers(model, kinds, p=p, window=window)
+    training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
+    config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
+    written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)
+    if BPETokenizer(pretrained.tokenizer).normalizes:
+        print(f"the tokenizer of {source} puts texts into the Unicode form NFC", file=sys.stderr)
+    return written, model

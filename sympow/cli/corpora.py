@@ -1,0 +1,170 @@
+"""Makes corpora of long documents: `sympow corpus`, `kernel-corpus` and `doc-corpus`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from sympow.cli.options import AddCommand, path, positive
+
+_CORPUS = """Makes a corpus of texts of your own in the layout of LongCrawl64. A document is a file, a folder, or a row
+of a JSON lines, Parquet or Arrow file. Files may be compressed (.gz, .zst). Documents are cut into rows, and 5% of them
+are held out. The same command continues interrupted work, and does not change a finished corpus."""
+
+_KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64. A document is a directory,
+cut into rows; whole subtrees are held out. The source is Debian's package linux-source-6.1, which
+apt-get fetches, or the path of --source. The same command continues interrupted work, and does not change a finished
+corpus."""
+
+_ROW_TOKENS = (
+    "Cut documents into rows of N tokens. Small directories are joined until a document fills a row (default: 65,536)."
+)
+
+_DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64. A document is a directory of a manual,
+cut into rows; whole packages are held out. The source is documentation packages of Debian, which
+apt-get fetches, or the folder of --source. The same command continues interrupted work, and does not change a finished
+corpus."""
+
+
+def add(command: AddCommand) -> None:
+    """Adds the commands to the parser."""
+    own = command("corpus", "Make a corpus of long documents from texts of your own.", _CORPUS)
+    own.add_argument("texts", metavar="TEXTS", type=path, help="Read the texts in this file or folder.")
+    own.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
+    own.add_argument(
+        "--group",
+        choices=("file", "folder"),
+        default="file",
+        help="Make a document of every file, or of the files directly in a folder (default: file).",
+    )
+    own.add_argument(
+        "--suffixes",
+        metavar="LIST",
+        help="Read files with these endings only, such as .py,.md (default: every text file).",
+    )
+    own.add_argument(
+        "--text-field",
+        metavar="NAME",
+        default="text",
+        help="Read this field of JSON lines, Parquet and Arrow files (default: text).",
+    )
+    words = own.add_mutually_exclusive_group()
+    words.add_argument("--vocab-size", metavar="N", type=positive, help="Train a BPE of N tokens (default: 16,384).")
+    words.add_argument("--tokenizer", metavar="FOLDER", type=path,
+                       help="Use this tokenizer.json, or that in this folder.")  # fmt: skip
+    own.add_argument(
+        "--row-tokens",
+        metavar="N",
+        type=positive,
+        help="Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).",
+    )
+    own.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
+    own.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    own.set_defaults(execute=run_corpus)
+
+    corpus = command("kernel-corpus", "Make a corpus of long documents from the Linux source.", _KERNEL_CORPUS)
+    corpus.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
+    corpus.add_argument("--source", metavar="PATH", type=path,
+                        help="Read the kernel's source from this Debian package, tar archive or folder "
+                             "(default: the package is fetched).")  # fmt: skip
+    corpus.add_argument("--vocab-size", metavar="N", type=positive,
+                        help="Train a BPE of N tokens (default: 16,384).")  # fmt: skip
+    corpus.add_argument("--row-tokens", metavar="N", type=positive, help=_ROW_TOKENS)
+    corpus.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
+    corpus.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    corpus.set_defaults(execute=run_kernel_corpus)
+
+    docs = command("doc-corpus", "Make a corpus of long prose from manuals.", _DOC_CORPUS)
+    docs.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
+    docs.add_argument("--source", metavar="DIR", type=path,
+                      help="Read the Debian packages (*.deb) in this folder (default: they are fetched).")  # fmt: skip
+    words = docs.add_mutually_exclusive_group()
+    words.add_argument("--vocab-size", metavar="N", type=positive, help="Train a BPE of N tokens (default: 16,384).")
+    words.add_argument("--tokenizer", metavar="FOLDER", type=path,
+                       help="Use this tokenizer.json, or that in this folder, such as a teacher's.")  # fmt: skip
+    docs.add_argument("--row-tokens", metavar="N", type=positive, help=_ROW_TOKENS)
+    docs.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
+    docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    docs.set_defaults(execute=run_doc_corpus)
+
+
+def run_corpus(options: argparse.Namespace) -> None:
+    """Runs `sympow corpus`."""
+    from sympow.cli.result_files import check_image
+    from sympow.data import build_corpus, load_tokenizer
+    from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
+
+    check_image(options.plot)
+    made = build_corpus(
+        options.out,
+        options.texts,
+        group=options.group,
+        suffixes=tuple(filter(None, (options.suffixes or "").split(","))),
+        text_field=options.text_field,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        row_tokens=options.row_tokens or ROW_TOKENS,
+        progress=not options.quiet,
+        remark=lambda line: print(line, file=sys.stderr),
+    )
+    _tell_corpus(made, options)
+    for split in SPLITS:
+        counts = made[split]
+        lost = counts["tokens"] - counts["tokens_in_rows"]
+        if lost:
+            print(
+                f"left out of {split}.zarr: {lost:,} tokens ({lost / counts['tokens']:.0%}) after the last row of a "
+                f"document, and in {counts['documents_without_a_row']:,} documents shorter than a row"
+            )
+
+
+def run_kernel_corpus(options: argparse.Namespace) -> None:
+    """Runs `sympow kernel-corpus`."""
+    from sympow.cli.result_files import check_image
+    from sympow.data import build_kernel_corpus
+    from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE
+
+    check_image(options.plot)
+    made = build_kernel_corpus(
+        options.out,
+        options.source,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        row_tokens=options.row_tokens or ROW_TOKENS,
+        progress=not options.quiet,
+    )
+    _tell_corpus(made, options)
+
+
+def run_doc_corpus(options: argparse.Namespace) -> None:
+    """Runs `sympow doc-corpus`."""
+    from sympow.cli.result_files import check_image
+    from sympow.data import build_doc_corpus, load_tokenizer
+    from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE
+
+    check_image(options.plot)
+    made = build_doc_corpus(
+        options.out,
+        options.source,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        row_tokens=options.row_tokens or ROW_TOKENS,
+        progress=not options.quiet,
+    )
+    _tell_corpus(made, options)
+
+
+def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
+    """Prints the sizes of a corpus, and draws the lengths of its documents if an image was requested."""
+    from sympow.data import plot_document_lengths
+    from sympow.data.corpus_folder import SPLITS
+
+    for split in SPLITS:
+        counts = made[split]
+        print(
+            f"{Path(options.out) / split}.zarr: {counts['rows']:,} rows of {made['row_tokens']:,} tokens, "
+            f"from {counts['documents']:,} documents of {counts['tokens']:,} tokens"
+        )
+    if options.plot:
+        plot_document_lengths(options.out, options.plot)

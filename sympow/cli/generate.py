@@ -1,0 +1,141 @@
+"""Continues texts, and keeps what was read: `sympow generate` and `sympow read`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+
+from sympow.cli.options import DEVICE, DTYPES, RUN, WEIGHTS, AddCommand, Refuse, add_trust_code, path, positive
+
+_GENERATE = """Reads a prompt in chunks and continues it token by token from the model's state. The text goes to
+standard output, the state's size and the speed go to standard error. With --context the prompt follows the text that
+`sympow read` has read. With --speculate or --draft the model reads several proposed tokens in one step, as long as
+this saves time. It rejects proposed tokens that it would not have drawn itself, so the text is the same."""
+
+_READ = """Reads a text in chunks and writes the state of every layer into a context file. `sympow generate --context`
+can continue from this file any number of times. Memory does not grow with the text, except for key/value caches of the
+model. Every half minute, and after Ctrl-C, the state so far is saved in FILE.part. The same command then continues
+from FILE.part, and removes it at the end."""
+
+
+def add(command: AddCommand) -> None:
+    """Adds the commands to the parser."""
+    generate = command("generate", "Continue a text.", _GENERATE)
+    generate.add_argument("run", metavar="RUN", type=path, help=RUN)
+    generate.add_argument("--context", metavar="FILE", type=path,
+                          help="Continue from this file, which `sympow read` wrote.")  # fmt: skip
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="Continue this text. It is optional with --context.")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=path,
+                        help="Read the prompt from this file; - means standard input.")  # fmt: skip
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256,
+                          help="Write at most N tokens (default: 256).")  # fmt: skip
+    generate.add_argument(
+        "--temperature",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="Draw at this temperature; 0 always takes the likeliest token (default: 1).",
+    )
+    generate.add_argument("--top-k", metavar="K", type=int,
+                          help="Draw from the K likeliest tokens (default: from all).")  # fmt: skip
+    generate.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        help="Draw from the fewest tokens whose probabilities add up to P (default: from all).",
+    )
+    generate.add_argument("--seed", metavar="N", type=int, default=0,
+                          help="Draw the tokens from this seed (default: 0).")  # fmt: skip
+    drafts = generate.add_mutually_exclusive_group()
+    drafts.add_argument("--speculate", action="store_true",
+                        help="Propose tokens by prompt lookup: the text is the same, with fewer steps.")  # fmt: skip
+    drafts.add_argument(
+        "--draft",
+        metavar="RUN",
+        type=path,
+        help="Propose tokens with the smaller model of this run, which has the same tokenizer.",
+    )
+    generate.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
+    generate.add_argument("--device", default="auto", help=DEVICE)
+    add_trust_code(generate)
+    generate.set_defaults(execute=run_generate, check=_check_prompt)
+
+    read = command("read", "Read a text and write the state after it into a context file.", _READ)
+    read.add_argument("run", metavar="RUN", type=path, help=RUN)
+    read.add_argument("text", metavar="TEXT", type=path, help="Read this file; - means standard input.")
+    read.add_argument("--out", metavar="FILE", type=path, required=True, help="Write this context file.")
+    read.add_argument("--context", metavar="FILE", type=path, help="Continue from this context file.")
+    read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
+                      help="Store states in this dtype; float32 is exact (default: float32).")  # fmt: skip
+    read.add_argument("--chunk", metavar="N", type=positive, default=1024,
+                      help="Read N tokens in each step (default: 1024).")  # fmt: skip
+    read.add_argument("--device", default="auto", help=DEVICE)
+    read.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
+    add_trust_code(read)
+    read.set_defaults(execute=run_read)
+
+
+def _check_prompt(options: argparse.Namespace, refuse: Refuse) -> None:
+    if {options.context, options.prompt, options.prompt_file} == {None}:
+        refuse("one of the arguments --prompt --prompt-file --context is required")
+
+
+def run_generate(options: argparse.Namespace) -> None:
+    """Runs `sympow generate`."""
+    from sympow.cli.generated_text import argument_text, draft_model, text_of, write_text
+    from sympow.cli.run_checks import dtype_of
+    from sympow.data.tokenizer_files import end_tokens
+    from sympow.models import NgramDrafts, load_context
+    from sympow.training import load
+    from sympow.training.run_folder import folder_of
+    from sympow.training.step import resolve_device
+
+    prompt = argument_text(options.prompt or "", "--prompt")
+    if options.prompt_file is not None:
+        prompt = text_of(options.prompt_file)
+    run = load(options.run, resolve_device(options.device), dtype_of(options.dtype))
+    context = None if options.context is None else load_context(options.context, run.model)
+    write_text(
+        run,
+        prompt,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        context=context,
+        drafts=NgramDrafts() if options.speculate else draft_model(options.draft, run),
+        ends=() if run.tokenizer is None else end_tokens(folder_of(options.run), run.tokenizer),
+    )
+
+
+def run_read(options: argparse.Namespace) -> int | None:
+    """Runs `sympow read`."""
+    from sympow.cli.context_reading import check_out, read_text
+    from sympow.cli.result_files import check_writable
+    from sympow.ops.cost import format_bytes
+    from sympow.training import load
+    from sympow.training.step import resolve_device
+
+    out = Path(options.out)
+    check_out(out, options.text, options.context)
+    check_writable(options.out, replaced=True)
+    run = load(options.run, resolve_device(options.device), None)
+    done = read_text(
+        run,
+        options.text,
+        out,
+        before=options.context,
+        dtype=options.dtype,
+        chunk=options.chunk,
+        quiet=options.quiet,
+    )
+    if done.stopped_by:
+        print(f"stopped by {done.stopped_by} after {done.tokens:,} tokens; the same command continues")
+        return 128 + signal.Signals[done.stopped_by]
+    size = out.stat().st_size
+    what = f"{done.tokens:,} tokens, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
+    print(f"{out}: {what}{', read before' if done.already else ''}")
+    return None

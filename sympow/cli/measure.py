@@ -1,0 +1,322 @@
+"""Measures trained models: `sympow evaluate`, `ar-hits`, `recall-probe`, `passkey` and `sizes`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sympow.cli.options import DEVICE, DTYPES, RUN, SCORED, WEIGHTS, AddCommand, add_trust_code, natural, path, positive
+
+if TYPE_CHECKING:
+    import torch
+
+    from sympow.evaluation import Curve
+    from sympow.training import Run
+
+_EVALUATE = """Measures the mean loss at each position of the context, over sequences from the held-out documents.
+Positions are put into bins whose widths double. The result shows how much a model gains from context, also from longer
+contexts than it was trained on."""
+
+_AR_HITS = """Measures mean loss and perplexity on held-out text. Tokens are split by whether the bigram that ends in
+the token occurred earlier in the same sequence, and by how often the bigram occurs in the training data. An AR hit is
+a repeated bigram that is rare in training: only recall from the context predicts it. For several runs the command also
+prints how much each part contributes to the gap to the first run, with bootstrap intervals."""
+
+_RECALL_PROBE = """Asks a model for the values of keys. A sequence consists of random tokens of the model's own
+vocabulary: first pairs of a key and a value, then every key and its value once more between filler tokens. Prints loss
+and accuracy on the second occurrences of values and on filler."""
+
+_PASSKEY = """Measures how often a model names a number of five digits that a long text contains. The text's length
+varies, and so does the number's depth in it: at the beginning, a quarter, half, three quarters and the end. Runs of
+sympow and models of Hugging Face transformers are measured in the same way."""
+
+_SIZES = """Prints state dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window
+attention for a model shape. The shape is a preset in a body; options change single sizes of it."""
+
+
+def add(command: AddCommand) -> None:
+    """Adds the commands to the parser."""
+    evaluate = command("evaluate", "Measure the held-out loss at every position of the context.", _EVALUATE)
+    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=path, help=RUN)
+    evaluate.add_argument(
+        "--context",
+        metavar="N",
+        type=positive,
+        help="Predict N tokens in each sequence (default: 4 times the longest context trained on).",
+    )
+    evaluate.add_argument("--rows", metavar="N", type=positive, default=16,
+                          help="Average over N sequences (default: 16).")  # fmt: skip
+    evaluate.add_argument(
+        "--data",
+        metavar="key=value",
+        action="append",
+        default=[],
+        help="Change a field of the run's data config, such as kind=text; may be repeated.",
+    )
+    evaluate.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
+    evaluate.add_argument("--device", default="auto", help=DEVICE)
+    evaluate.add_argument("--csv", metavar="FILE", type=path, help="Write the losses into this file.")
+    evaluate.add_argument("--plot", metavar="FILE", type=path, help="Draw the curves of all runs into this image.")
+    add_trust_code(evaluate)
+    evaluate.set_defaults(execute=run_evaluate, rest="runs")
+
+    hits = command("ar-hits", "Measure the loss of tokens that can be recalled from the context.", _AR_HITS)
+    hits.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    hits.add_argument(
+        "--data",
+        metavar="key=value",
+        action="append",
+        default=[],
+        help="Change a field of the first run's data config, such as kind=text; may be repeated.",
+    )
+    hits.add_argument(
+        "--context",
+        metavar="N",
+        type=positive,
+        help="Predict N tokens in each sequence (default: the shortest context that a model was trained on).",
+    )
+    hits.add_argument("--rows", metavar="N", type=positive, default=64,
+                      help="Average over N sequences (default: 64).")  # fmt: skip
+    hits.add_argument("--frequent", metavar="N", type=int, default=1250,
+                      help="Exclude bigrams from AR hits above N occurrences in training (default: 1250).")  # fmt: skip
+    hits.add_argument("--count-tokens", metavar="N", type=positive,
+                      help="Count bigrams in about N tokens of the training data (default: all tokens).")  # fmt: skip
+    hits.add_argument("--csv", metavar="FILE", type=path, help="Write losses and gaps into this file.")
+    hits.add_argument("--plot", metavar="FILE", type=path, help="Draw losses by count and distance into this image.")
+    hits.add_argument("--html", metavar="FILE", type=path, help="Write sequences of coloured text as a page.")
+    hits.add_argument("--examples", metavar="N", type=positive, default=4,
+                      help="Show N sequences on the page (default: 4).")  # fmt: skip
+    hits.add_argument("--show", metavar="N", type=positive, help="Print the last N tokens of a sequence in colour.")
+    hits.add_argument("--device", default="auto", help=DEVICE)
+    hits.add_argument("--quiet", action="store_true", help="Print the results only, without progress.")
+    add_trust_code(hits)
+    hits.set_defaults(execute=run_ar_hits, rest="runs")
+
+    probe = command("recall-probe", "Ask a trained model for the values of keys in its context.", _RECALL_PROBE)
+    probe.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    probe.add_argument("--pairs", metavar="P", type=positive, nargs="+",
+                       help="Use P pairs in each sequence "
+                            "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
+    probe.add_argument("--length", metavar="N", type=positive,
+                       help="Use sequences of N tokens (default: 8 for each pair).")  # fmt: skip
+    probe.add_argument("--filler", choices=("random", "zero"), default="random",
+                       help="Fill sequences with random tokens, or with one token (default: random).")  # fmt: skip
+    probe.add_argument("--queries", metavar="N", type=positive, default=2048,
+                       help="Ask for N values for every P (default: 2048).")  # fmt: skip
+    probe.add_argument("--seed", metavar="N", type=natural, default=0,
+                       help="Draw the sequences from this seed (default: 0).")  # fmt: skip
+    probe.add_argument("--device", default="auto", help=DEVICE)
+    add_trust_code(probe)
+    probe.set_defaults(execute=run_recall_probe, rest="runs")
+
+    passkey = command("passkey", "Measure the recall of a number in a long text.", _PASSKEY)
+    passkey.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    passkey.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
+                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
+    passkey.add_argument("--texts", metavar="N", type=positive, default=20,
+                         help="Use N texts at each length and depth (default: 20).")  # fmt: skip
+    passkey.add_argument("--seed", metavar="N", type=natural, default=0,
+                         help="Draw the numbers from this seed (default: 0).")  # fmt: skip
+    passkey.add_argument("--device", default="auto", help=DEVICE)
+    passkey.add_argument("--csv", metavar="FILE", type=path, help="Write the results into this file.")
+    passkey.add_argument("--plot", metavar="FILE", type=path,
+                         help="Draw accuracy by context and depth into this image.")  # fmt: skip
+    passkey.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    add_trust_code(passkey)
+    passkey.set_defaults(execute=run_passkey, rest="runs")
+
+    sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", _SIZES)
+    sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small",
+                       help="Use the shape of this preset (default: small).")  # fmt: skip
+    sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2",
+                       help="Use this body (default: gpt2).")  # fmt: skip
+    for name, what, usual in (("d-model", "the width", "the preset's"),
+                              ("layers", "the number of layers", "the preset's"),
+                              ("heads", "the number of query heads", "the preset's"),
+                              ("kv-heads", "the number of key/value heads", "that of query heads"),
+                              ("key-dim", "the key dimension K", "the width over the query heads"),
+                              ("value-dim", "the value dimension V", "K")):  # fmt: skip
+        sizes.add_argument(f"--{name}", metavar="N", type=positive, help=f"Set {what} (default: {usual}).")
+    sizes.add_argument("--p", metavar="P", type=positive, nargs="+", help="Show these powers (default: 2 3 4 5 6 8).")
+    sizes.add_argument("--context", metavar="N", type=positive, nargs="+",
+                       help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
+    sizes.add_argument("--window", metavar="N", type=positive,
+                       help="Let window attention see N tokens (default: 8192).")  # fmt: skip
+    sizes.add_argument("--element-bytes", metavar="N", type=positive,
+                       help="Count N bytes for an element of a state (default: 2).")  # fmt: skip
+    sizes.add_argument("--json", action="store_true", help="Print exact numbers as JSON.")
+    sizes.set_defaults(execute=run_sizes)
+
+
+def run_evaluate(options: argparse.Namespace) -> None:
+    """Runs `sympow evaluate`."""
+    from sympow.cli.result_files import check_image, check_writable
+    from sympow.cli.run_checks import dtype_of
+    from sympow.evaluation import plot_context_losses, write_csv
+    from sympow.training.step import resolve_device
+
+    check_writable(options.csv)
+    check_image(options.plot)
+    runs = load_runs(options.runs, resolve_device(options.device), dtype_of(options.dtype))
+    context = options.context or 4 * max(run.config.training.context for run in runs.values())
+    curves = evaluate_runs(runs, context, options.rows, options.data)
+    print_curves(curves)
+    if options.csv:
+        write_csv(options.csv, curves)
+    if options.plot:
+        plot_context_losses(curves, options.plot)
+
+
+def run_ar_hits(options: argparse.Namespace) -> None:
+    """Runs `sympow ar-hits`."""
+    from sympow.cli.recall_tables import measure
+    from sympow.cli.result_files import check_image, check_writable
+    from sympow.cli.scored_models import load_scored
+    from sympow.evaluation import plot_ar_hits
+    from sympow.evaluation.ar_hits_text import to_html, to_terminal
+    from sympow.training.step import resolve_device
+
+    for file in (options.csv, options.html):
+        check_writable(file)
+    check_image(options.plot)
+    models = load_scored(options.runs, resolve_device(options.device))
+    measured = measure(
+        models,
+        options.data,
+        context=options.context,
+        rows=options.rows,
+        frequent=options.frequent,
+        count_tokens=options.count_tokens,
+        with_text=bool(options.html or options.show),
+        quiet=options.quiet,
+    )
+    print(measured.text())
+    if options.csv:
+        measured.write_csv(options.csv)
+    if options.plot:
+        plot_ar_hits(measured.losses, options.plot)
+    if options.html:
+        page = to_html(measured.examples(options.examples), "AR hits")
+        Path(options.html).write_text(page, encoding="utf-8")
+    if options.show:
+        (row,) = measured.examples(1)
+        print(*(f"\n{to_terminal(row, run, options.show)}" for run in measured.losses), sep="", end="")
+
+
+def run_recall_probe(options: argparse.Namespace) -> None:
+    """Runs `sympow recall-probe`."""
+    from sympow.cli.recall_tables import probe_runs
+    from sympow.cli.scored_models import load_scored
+    from sympow.training.step import resolve_device
+
+    models = load_scored(options.runs, resolve_device(options.device))
+    print(probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler))
+
+
+def run_passkey(options: argparse.Namespace) -> None:
+    """Runs `sympow passkey`."""
+    from sympow.cli.result_files import check_image, check_writable
+    from sympow.cli.scored_models import load_scored
+    from sympow.evaluation.passkey import native, passkey_recall, plot_passkeys, transformers, write_passkeys
+    from sympow.models import LanguageModel
+    from sympow.training.step import resolve_device
+
+    check_writable(options.csv)
+    check_image(options.plot)
+    rows = []
+    for label, scored in load_scored(options.runs, resolve_device(options.device)).items():
+        if scored.tokenizer is None:
+            raise ValueError(f"{label} has no tokenizer: passkeys are texts")
+        generates = (
+            native(scored.model) if isinstance(scored.model, LanguageModel) else transformers(scored.model.model)
+        )
+        texts = {"texts": options.texts, "seed": options.seed, "quiet": options.quiet}
+        rows += passkey_recall(label, generates, scored.tokenizer, options.context, **texts)
+    for row in rows:
+        print(f"{row.model}: {row.context:,} tokens, depth {row.depth:.0%}: {row.accuracy:.0%} of {row.texts} numbers")
+    if options.csv:
+        write_passkeys(options.csv, rows)
+    if options.plot:
+        plot_passkeys(rows, options.plot)
+
+
+def run_sizes(options: argparse.Namespace) -> None:
+    """Runs `sympow sizes`."""
+    from sympow.evaluation import size_tables
+    from sympow.models import BODIES, preset
+    from sympow.ops.cost import ModelShape
+
+    model = preset(options.preset, body=options.body)
+    d_model = options.d_model or model.d_model
+    n_layers = options.layers or model.n_layers
+    n_heads = options.heads or model.n_heads
+    others = BODIES[options.body].other_weights(replace(model, d_model=d_model))
+    key_dim = options.key_dim or ModelShape.of(d_model, n_layers, n_heads).key_dim
+    value_dim, kv_heads = options.value_dim or key_dim, options.kv_heads or n_heads
+    choices = {"powers": options.p, "contexts": options.context, "window": options.window,
+               "element_bytes": options.element_bytes}  # fmt: skip
+    shape = ModelShape(d_model, n_layers, n_heads, key_dim, value_dim, kv_heads, other_weights=others)
+    tables = size_tables(shape, **{name: choice for name, choice in choices.items() if choice is not None})
+    if options.json:
+        print(json.dumps([table.to_dict() for table in tables], indent=2))
+    else:
+        print("\n\n".join(table.text() for table in tables))
+
+
+def load_runs(paths: Sequence[str], device: torch.device, dtype: torch.dtype | None) -> dict[str, Run]:
+    """Loads runs, by label."""
+    from sympow.cli.run_checks import check_tokenizers, labels_of
+    from sympow.training import load
+
+    runs = {label: load(path, device, dtype) for label, path in zip(labels_of(paths), paths, strict=True)}
+    check_tokenizers({label: run.tokenizer for label, run in runs.items()})
+    return runs
+
+
+def evaluate_runs(
+    runs: dict[str, Run], context: int, rows: int, data: Sequence[str] = (), quiet: bool = False
+) -> list[Curve]:
+    """Evaluates every run on the held-out documents of its data config, after the assignments `data` were applied."""
+    from sympow.cli.run_checks import check_data_tokenizer, check_held_out
+    from sympow.data import Corpus, open_corpus
+    from sympow.evaluation import Curve, context_losses
+    from sympow.progress import Progress
+    from sympow.training import override
+    from sympow.training.runs import OPENING, tell_remarks
+
+    opened: dict[str, Corpus] = {}
+    curves = []
+    for label, run in runs.items():
+        config = override(run.config.data, data)
+        check_held_out(config, data)
+        check_data_tokenizer(config, run.tokenizer, label, data)
+        if str(config) not in opened:
+            with Progress(OPENING, quiet=quiet):
+                splits = open_corpus(config, tokenizer=run.tokenizer)
+            tell_remarks(splits)
+            opened[str(config)] = splits.held_out
+        progress = None if quiet else f"evaluating {label}"
+        losses = context_losses(run.model, opened[str(config)], context, rows, progress=progress)
+        curves.append(Curve(label, losses, run.config.training.context))
+    return curves
+
+
+def print_curves(curves: Sequence[Curve]) -> None:
+    """Prints a table with a line for each bin and a column for each run, and below it a line for each run."""
+    width = max(14, *(len(curve.run) + 2 for curve in curves))
+    print(f"{'context':>17}", *(f"{curve.run:>{width}}" for curve in curves), sep="")
+    for bins in zip(*(curve.losses.bins for curve in curves), strict=True):
+        first, last = bins[0].start + 1, bins[0].end
+        name = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        print(f"{name:>17}", *(f"{each.loss:>{width}.4f}" for each in bins), sep="")
+    for run, losses, train_context in curves:
+        best = losses.best
+        at = f"{best.end:,}" if best.start + 1 == best.end else f"{best.start + 1:,} to {best.end:,}"
+        print(
+            f"{run}: mean {losses.loss:.4f} over {losses.rows} rows of {losses.context:,} tokens, "
+            f"best-context loss {best.loss:.4f} at {at}, trained on {train_context:,}"
+        )

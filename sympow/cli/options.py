@@ -1,0 +1,143 @@
+"""Options that several commands share, the parser of all commands, and the types of values."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Protocol
+
+RUN = "Use the model in this run's folder, or in this checkpoint."
+SCORED = "Use the model in this run's folder, checkpoint, or folder of Hugging Face transformers."
+TRUST_CODE = "Import mixers that a config names by import path, which runs their code (default: refuse)."
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = "Compute with weights in this dtype; auto is the dtype of the checkpoint (default: auto)."
+DEVICE = "Compute on this device: auto, cpu, cuda, ...; auto is a GPU if there is one (default: auto)."
+
+# What a command's check of its options calls with the reason why they are refused.
+Refuse = Callable[[str], NoReturn]
+
+WAIT = timedelta(seconds=10)  # for torchrun's store, which lives longer than the processes
+
+
+class AddCommand(Protocol):
+    """Makes the parser of a command. Its defaults are `execute`, and may be `rest`, `check` and `recipes`.
+
+    `execute` does the work, for the parsed options, and returns an exit code or None for 0. `rest` names the list that
+    positional arguments after options belong to. `check` looks at the options before anything is imported.
+    """
+
+    def __call__(self, name: str, help: str, description: str) -> argparse.ArgumentParser:
+        """Adds the command with its line in the list of all and with the text above its own help."""
+
+
+def add_trust_code(parser: argparse.ArgumentParser) -> None:
+    """Adds --trust-code to a command that reads configs of runs."""
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses arguments, and prints errors in one line.
+
+    A command may have the default `recipes`: the types that its recipes return. Then its help ends with a list of them.
+    """
+
+    def format_help(self) -> str:
+        """Returns the help, with the recipes of the command."""
+        returned = self.get_default("recipes")
+        return super().format_help() + (_recipe_list(returned) if returned else "")
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message in one line, and ends the program with exit code 2."""
+        refuse(f"{message} (see {self.prog} --help)")
+
+
+class ListRecipes(argparse.Action):
+    """Prints the recipes of a command and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Does so."""
+        sys.stdout.write(_recipe_list(parser.get_default("recipes")).lstrip())
+        parser.exit()
+
+
+def _recipe_list(returned: Sequence[str]) -> str:
+    from sympow.recipes import describe_recipes
+
+    recipes = describe_recipes(*returned)
+    column = max(map(len, recipes)) + 4
+    width = max(shutil.get_terminal_size().columns - 2, column + 20)
+    lines = [
+        textwrap.fill(line, width, initial_indent=f"  {name}".ljust(column), subsequent_indent=" " * column)
+        for name, line in recipes.items()
+    ]
+    return "\n".join(["", "recipes:", *lines, ""])
+
+
+def positive(text: str) -> int:
+    """Returns an integer of at least 1."""
+    number = int(text)
+    if not 1 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be {'at least 1' if number < 1 else 'below 2**63'}, got {number}")
+    return number
+
+
+def natural(text: str) -> int:
+    """Returns an integer of at least 0."""
+    number = int(text)
+    if not 0 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be {'at least 0' if number < 0 else 'below 2**63'}, got {number}")
+    return number
+
+
+def decimal(text: str) -> float:
+    """Returns a finite number of at least 0."""
+    found = float(text)
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be finite and at least 0, got {text}")
+    return found
+
+
+decimal.__name__ = "number"
+positive.__name__ = natural.__name__ = "integer"  # argparse says "invalid integer value"
+
+
+def path(text: str) -> str:
+    """Returns the path. Refuses an empty path, such as an unset shell variable, which would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path cannot be empty")
+    return text
+
+
+def refuse(line: str) -> NoReturn:
+    """Prints an error in one line, and ends the program with exit code 2."""
+    tell(line)
+    raise SystemExit(2)
+
+
+def tell(line: str) -> None:
+    """Prints an error. Of the processes that torchrun started, the first one prints it."""
+    several = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("WORLD_SIZE", "1") != "1"
+    if several and not is_first(line):
+        return
+    print(f"sympow: error: {line}", file=sys.stderr)
+
+
+def is_first(line: str) -> bool:
+    """Tells whether no other rank of this start has asked about the same line.
+
+    Without torchrun, and if its store does not answer, every rank is the first.
+    """
+    from torch.distributed import TCPStore
+
+    try:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=WAIT)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return store.add(f"sympow/{start}/{hashlib.sha256(line.encode()).hexdigest()}", 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True

@@ -1,0 +1,62 @@
+"""Models that the evaluations score: runs, and folders of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sympow.cli.run_checks import check_tokenizers, labels_of
+from sympow.data import DataConfig, Tokenizer
+from sympow.training import load
+from sympow.training.runs import saved_tokenizer
+
+
+class Scored(NamedTuple):
+    """Holds a model in evaluation mode.
+
+    Attributes:
+        model: a module with `forward(tokens)`, which returns logits, and `token_losses(tokens, targets)`, for tokens
+            and targets [B, T].
+        vocab_size: the size of the vocabulary; every token is below it.
+        tokenizer: the tokenizer; None if the tokens have no text.
+        data: the data config of the run; None if it is not known.
+        context: the tokens of a sequence that the model was trained on, or can read at most; None if not known.
+    """
+
+    model: Any
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    data: DataConfig | None
+    context: int | None
+
+
+def load_scored(paths: Sequence[str], device: torch.device) -> dict[str, Scored]:
+    """Loads models by label. A path is a run's folder, a checkpoint, or a folder of transformers with a tokenizer.json.
+
+    Raises the errors of `sympow.training.load`, and ValueError for models with different tokenizers.
+    """
+    models = {label: _load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
+    check_tokenizers({label: each.tokenizer for label, each in models.items()})
+    return models
+
+
+def _load(path: str, device: torch.device) -> Scored:
+    if _is_of_transformers(Path(path)):
+        from sympow.integrations.transformers.scoring import load_causal_lm
+
+        loaded = load_causal_lm(path, device)
+        return Scored(loaded, loaded.vocab_size, saved_tokenizer(Path(path)), None, loaded.longest)
+    run = load(path, device, None)  # in the dtype of its weights, as `load_causal_lm`
+    return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)
+
+
+def _is_of_transformers(folder: Path) -> bool:
+    """Returns whether `save_pretrained` wrote the model in a folder. Run folders contain a config.json too."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False

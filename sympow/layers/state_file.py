@@ -1,0 +1,225 @@
+"""Converts states to named tensors and plain values, and back. A file of these contains no code.
+
+A tree of plain values says how a state is built, and names its tensors. It contains the names of types. A name can
+only stand for a dataclass of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.registry import FLA_MIXERS, MIXERS
+from sympow.layers.state import MixerState
+from sympow.ops import DecodingState, PowerState
+
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+
+# (type, field): never rounded. These are sums that others are divided by, the keys of a gated cache, which include
+# sums of gates, and the inputs of a few tokens, which are small.
+_KEPT = {
+    ("PowerState", "z"),
+    ("LinearAttentionState", "feature_sum"),
+    ("GatedCache", "cache"),
+    ("ShortConvolutionState", "past"),
+}
+_LEAST_ROW = 8  # with a scale for each row, shorter rows would hardly be smaller
+_SCALE = ".scale"
+
+
+@dataclass(frozen=True)
+class SerializedState:
+    """Holds a state as `serialize` returns it.
+
+    Attributes:
+        tensors: by name, on any device.
+        tree: dictionaries, lists, strings and None, as JSON keeps them. Its text is equally long for any
+            number of tokens.
+    """
+
+    tensors: dict[str, Tensor]
+    tree: Any
+
+
+def serialize(state: MixerState, dtype: str = "float32", name: str = "state") -> SerializedState:
+    """Converts a state to named tensors and a tree of plain values.
+
+    The state is not changed. The returned tensors may share its memory.
+
+    Caches are cut to the tokens that they hold.
+
+    Args:
+        state: the state.
+        dtype: "float32" rounds nothing: every tensor keeps the dtype in which it is held, and a tail of
+            decoding stays a tail. "bfloat16" and "int8" fold tails and round tensors of three or more
+            dimensions with rows of at least 8; int8 with a float32 scale for each row of the last dimension.
+            Positions and sums that others are divided by are never rounded.
+        name: the beginning of every tensor's name.
+
+    Raises ValueError for another dtype, and for int8 if numbers are not finite; TypeError for a state that holds
+    objects other than tensors, states and numbers.
+    """
+    if dtype not in STATE_DTYPES:
+        raise ValueError(f"the dtype of a context is one of {', '.join(STATE_DTYPES)}; got {dtype!r}")
+    tensors: dict[str, Tensor] = {}
+    return SerializedState(tensors, _packed(state, name, dtype, tensors))
+
+
+def deserialize(serialized: SerializedState, device: torch.device | str) -> Any:
+    """Builds the state from the result of `serialize`, on a device and in the dtypes of the original state.
+
+    Raises ValueError, KeyError or TypeError for other input than a result of `serialize`.
+    """
+    return _unpacked(serialized.tree, serialized.tensors, _types(), device)
+
+
+def fitted(state: Any, like: Any) -> Any:
+    """Returns `state` in the form of `like`, the state of the same model before the first token.
+
+    Power attention decodes with a tail on some devices and without a tail on others. So a tail is folded, or an empty
+    tail is added. Raises ValueError if the two states are not of one kind.
+    """
+    if isinstance(state, DecodingState) and isinstance(like, PowerState):
+        return state.folded()
+    if isinstance(like, DecodingState) and isinstance(state, PowerState | DecodingState):
+        if isinstance(state, PowerState):
+            return like.continued(state)
+        kept = (state.dtype, state.capacity, state.s.dtype) == (like.dtype, like.capacity, like.s.dtype)
+        return state if kept else like.continued(state.folded())
+    if like is None or state is None or isinstance(like, int | float | Tensor):
+        return state  # some states hold None before the first token
+    if not isinstance(like, type(state)):  # a file of an earlier version holds windows as caches
+        raise ValueError(f"expected {type(like).__name__}, got {type(state).__name__}")
+    if isinstance(like, list | tuple):
+        return type(like)(fitted(*pair) for pair in zip(state, like, strict=True))
+    return type(like)(**{entry.name: fitted(getattr(state, entry.name), getattr(like, entry.name))
+                         for entry in fields(like)})  # fmt: skip
+
+
+def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept: bool = False) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return {"int": f"{value:020d}"}
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, Tensor):
+        return _packed_tensor(value.detach(), name, "float32" if kept else dtype, tensors)
+    if isinstance(value, list | tuple):
+        items = [_packed(item, f"{name}.{i}", dtype, tensors, kept) for i, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    if not is_dataclass(value):
+        raise TypeError(f"{name} is a {type(value).__name__}: a context holds tensors, states and numbers")
+    if isinstance(value, DecodingState) and dtype != "float32" and not kept:
+        value = value.folded()
+    kind, packed = type(value).__name__, {}
+    for entry in fields(value):
+        item = _held(value, entry.name)
+        keep = kept or (kind, entry.name) in _KEPT
+        packed[entry.name] = _packed(item, f"{name}.{entry.name}", dtype, tensors, keep)
+    return {"type": kind, "fields": packed}
+
+
+def _held(value: Any, field: str) -> Any:
+    """Returns a field of a state, without the spare room of a cache."""
+    item = getattr(value, field)
+    dim = _room_dim(type(value), field)
+    if dim is None:
+        return item
+    return item.narrow(dim, 0, value.length if value.limit is None else min(value.length, value.limit))
+
+
+def _room_dim(kind: type, field: str) -> int | None:
+    """Returns the dimension of a cache's tensor along which its tokens lie."""
+    if issubclass(kind, KVCache) and field in ("k", "v"):
+        return 2
+    return 1 if kind is InputCache and field == "x" else None
+
+
+def _packed_tensor(x: Tensor, name: str, dtype: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    node: dict[str, Any] = {"tensor": name, "dtype": str(x.dtype).removeprefix("torch.")}
+    if dtype == "float32" or not x.is_floating_point() or x.ndim < 3 or x.shape[-1] < _LEAST_ROW:
+        strides = x.stride()
+        order = sorted(range(x.ndim), key=lambda dim: -strides[dim])  # stable: of equal strides the first
+        if not x.is_contiguous() and x.permute(order).is_contiguous():
+            node["order"] = order  # the same memory layout as before: with another layout products round differently
+            x = x.permute(order)
+        tensors[name] = x.contiguous()
+    elif dtype == "bfloat16":
+        tensors[name] = x.to(torch.bfloat16).contiguous()
+    else:
+        node["scale"] = name + _SCALE
+        tensors[name], tensors[node["scale"]] = _quantized(x, name)
+    return node
+
+
+def _quantized(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Returns x in int8 from -127 to 127, and the float32 scale of each row [..., 1]."""
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    if not largest.isfinite().all():
+        raise ValueError(f"{name} is not finite, so it cannot be kept in int8")
+    scale = torch.where(largest > 0, largest / 127, 1.0)
+    return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _unpacked(node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type], device: torch.device | str) -> Any:
+    if node is None or isinstance(node, bool):
+        return node
+    if "int" in node:
+        return int(node["int"])
+    if "float" in node:
+        return float.fromhex(node["float"])
+    if "tensor" in node:
+        return _unpacked_tensor(node, tensors, device)
+    for kind in (list, tuple):
+        if kind.__name__ in node:
+            return kind(_unpacked(item, tensors, types, device) for item in node[kind.__name__])
+    cls = types[node["type"]]
+    values = {name: _unpacked(item, tensors, types, device) for name, item in node["fields"].items()}
+    for name in values:
+        dim = _room_dim(cls, name)
+        if dim is not None:
+            values[name] = _with_room(values[name], capacity(values["length"], values["limit"]), dim)
+    return cls(**values)
+
+
+def _unpacked_tensor(node: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str) -> Tensor:
+    dtype = getattr(torch, node["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{node['dtype']} is no dtype")
+    # A copy: what comes from a file may be mapped memory, anyhow aligned.
+    x = tensors[node["tensor"]].to(device, copy=True)
+    if "scale" in node:
+        x = x.float() * tensors[node["scale"]].to(device)
+    if "order" in node:
+        x = x.permute(torch.tensor(node["order"]).argsort().tolist())
+    return x.to(dtype)
+
+
+def _with_room(held: Tensor, room: int, dim: int) -> Tensor:
+    shape = list(held.shape)
+    if shape[dim] == room:
+        return held
+    shape[dim] = room
+    grown = held.new_zeros(shape)
+    grown.narrow(dim, 0, held.shape[dim]).copy_(held)
+    return grown
+
+
+def _types() -> dict[str, type]:
+    """Returns the dataclasses that a state may be made of, by name. It imports all mixers, which define them."""
+    for table in (MIXERS, FLA_MIXERS):
+        tuple(table.values())
+    found: dict[str, type] = {"PowerState": PowerState, "DecodingState": DecodingState}
+    left: list[type] = [MixerState]
+    while left:
+        kind = left.pop()
+        found[kind.__name__] = kind
+        left += kind.__subclasses__()
+    return found

@@ -1,0 +1,67 @@
+"""Pure long convolution: a filter as long as the sequence for every channel, and nothing that depends on the input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.base import Mixer
+from sympow.layers.cache import InputCache
+from sympow.layers.documents import per_document
+from sympow.layers.zoology.filters import ExplicitFilter
+from sympow.ops.cost import convolution_flops
+
+
+class LongConvolution(Mixer):
+    """Computes GLU(W gelu(h * x)), h explicit (Fu et al., "Simple Hardware-Efficient Long Convolutions", 2023).
+
+    The output layer is that of S4. The squashing and the dropout of the filter, which regularize, are left out. There
+    is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+
+    Args:
+        d_model, n_heads: as in `Mixer`.
+        max_length: taps of the filter; tokens further back are not seen.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, max_length: int):
+        super().__init__(d_model, n_heads)
+        self.filter = ExplicitFilter(d_model, max_length)
+        self.out = nn.Linear(d_model, 2 * d_model)
+        self.reset_parameters()
+
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
+        self.filter.reset_parameters(generator)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
+        self.check_input(x, self.filter.weight)
+        return self._output(per_document(self.filter.convolve, cu_seqlens, x))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return convolution_flops(time, self.filter.max_length, self.d_model)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> InputCache:
+        """Returns the state before the first token; see `Mixer.init_state`."""
+        return self.filter.init_state(batch_size, device, dtype)
+
+    def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
+        self.check_step(x, state, self.filter.weight)
+        y, state = self.filter.step(x, state)
+        return self._output(y), state
+
+    def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
+        return self.filter.state_size(context)
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
+        return {"out": [self.d_model] * 2}
+
+    def _output(self, y: Tensor) -> Tensor:
+        return F.glu(self.out(F.gelu(y)), dim=-1)

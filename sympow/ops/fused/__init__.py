@@ -1,0 +1,1 @@
+"""Ops that a GPU computes with one kernel: the formula in plain torch, and beside it the kernels, `NAME_kernels.py`."""

@@ -1,0 +1,100 @@
+"""Packed documents, N of them along the time of one row with borders in cu_seqlens, and calls without tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sympow.ops.availability import concatenated, has_values
+from sympow.ops.types import PowerOutput, PowerState
+
+
+def empty(q: Tensor, v: Tensor) -> Tensor:
+    """Makes the output [B, T, H, V] where B or T is 0."""
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+def of_no_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
+    sequences: int,
+    p: int,
+    return_state: bool,
+) -> PowerOutput[PowerState | None]:
+    """Makes the results where B or T is 0.
+
+    They depend on all inputs, with gradients of 0, as results with tokens do.
+    """
+    after = state
+    if after is None:
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        after = PowerState.zeros(sequences, k.shape[2], k.shape[3], v.shape[3], p, device=k.device, dtype=dtype)
+    zero = after.s[:0].sum() + after.z[:0].sum()
+    for x in (q, k, v, log_g):
+        zero = zero if x is None else zero + x[:0].sum()
+    s, z = (x + zero.to(x.dtype) for x in (after.s, after.z))
+    return PowerOutput(empty(q, v) + zero.to(v.dtype), PowerState(s, z, p, k.shape[3]) if return_state else None)
+
+
+def packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutput:
+    """Runs each document alone, (M11) from its own first token."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    outs, states = [], []
+    for n, (start, stop) in enumerate(pairwise(ends)):
+        before = state and PowerState(state.s[n : n + 1], state.z[n : n + 1], state.p, state.key_dim)
+        span = slice(start, stop)
+        if start == stop:
+            zeros = (1, k.shape[2], k.shape[3], v.shape[3], options["p"])
+            states.append(before or PowerState.zeros(*zeros, device=k.device, dtype=dtype))
+            continue
+        gate = None if log_g is None else log_g[:, span]
+        out, after = run(q[:, span], k[:, span], v[:, span], gate, before, **options)
+        outs.append(out)
+        states.append(after)
+    out = concatenated(outs, dim=1)
+    if not options["return_state"]:
+        return PowerOutput(out, None)
+    s, z = torch.cat([x.s for x in states]), torch.cat([x.z for x in states])
+    return PowerOutput(out, PowerState(s, z, options["p"], k.shape[3]))
+
+
+def check_borders(cu_seqlens: Tensor, batch: int) -> None:
+    """Raises TypeError or ValueError unless cu_seqlens is an integer tensor [N + 1] and the batch is 1.
+
+    Its values are not checked, because the host would have to wait for a GPU.
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}"
+        )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
+    if batch != 1:
+        raise ValueError(f"packed documents (cu_seqlens) lie along T of a batch of 1; got B = {batch}")
+
+
+def borders(cu_seqlens: Tensor, time: int) -> list[int]:
+    """Returns the values of cu_seqlens.
+
+    Raises ValueError unless they rise from 0 to `time`, and for a tensor without values.
+
+    For a tensor on a GPU the host waits.
+    """
+    if not torch.compiler.is_dynamo_compiling() and not has_values(cu_seqlens):
+        raise ValueError("cu_seqlens must have values here; got a fake or a meta tensor, as in torch.export")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {time} without falling; got {ends[:8]}...{ends[-1]}")
+    return ends
+
+
+def document_starts(cu_seqlens: Tensor, time: int) -> Tensor:
+    """Returns the first token of the document of every token: int32 [T], from cu_seqlens [N + 1]."""
+    token = torch.arange(time, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    return cu_seqlens[document].to(torch.int32)

@@ -1,0 +1,1 @@
+"""What kernels run on: their launches, and their registration as PyTorch operators."""

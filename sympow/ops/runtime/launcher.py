@@ -1,0 +1,267 @@
+"""Launches one kernel many times. The arguments that do not change are bound once, and Triton chooses the code once.
+
+Triton chooses the compiled code of a launch by looking at every argument: the dtypes and alignments of tensors, the
+values of integers, the options. That takes longer than the launch itself. A `Launcher` holds all arguments but the
+tensors. So after the first launch, tensors of the same dtypes at aligned addresses take the same code. On NVIDIA GPUs
+that code is launched by the function of Triton's driver that Triton itself calls in the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+_ALIGNMENT = 16  # bytes: Triton compiles other code for addresses that are not multiples of it
+# Versions of Triton whose compiled kernels can be called as `Launcher` does. With other versions Triton chooses at
+# every launch.
+_KNOWN = ("3.6.", "3.7.")
+
+
+class Tile(NamedTuple):
+    """Describes a tensor that a kernel copies in tiles, by a descriptor."""
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+    layout: Any
+
+    def descriptor(self, x: Tensor) -> TensorDescriptor:
+        return TensorDescriptor(x, self.shape, self.strides, self.block, self.layout)
+
+
+class _Compiled(NamedTuple):
+    launch: Callable  # takes the grid, the stream, `options`, and the arguments: as a list, or one by one if `separate`
+    options: tuple
+    separate: bool
+    arguments: list  # None in place of tensors
+    grid: tuple[int, ...]  # three
+    device: int
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]  # of a device
+    # Of the tensors in the order of the first launch: names, indices in the arguments, dtypes (None: the tensor is
+    # None).
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+    tiles: Mapping[int, Callable[[Tensor], Any]]  # make the arguments at these indices; others are addresses
+
+
+class Launcher:
+    """Holds a kernel with its grid and all its arguments but the tensors."""
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], tiles: Mapping[str, Tile] | None = None
+    ):
+        """Args:
+        kernel: a function of `triton.jit` or `gluon.jit`.
+        grid: numbers of programs, one to three.
+        arguments: by name; numbers, constants, tensors that are the same at every launch, and Triton's options.
+        tiles: of the tensors that are handed over as descriptors.
+        """
+        self._kernel, self._grid, self._arguments, self._tiles = kernel, grid, arguments, tiles or {}
+        self._compiled: _Compiled | None = None
+
+    def __call__(self, **tensors: Tensor | None) -> None:
+        """Launches the kernel on the current stream, with the missing arguments by name."""
+        compiled = self._compiled
+        if compiled is None or _hooked():
+            return self._first(tensors)
+        (launch, options, separate, arguments, grid, device, current_device, current_stream, names, places, dtypes,
+         tiles) = compiled  # fmt: skip
+        if current_device() != device:
+            return self._first(tensors)
+        if tuple(tensors) != names:
+            return self._by_triton(tensors)
+        arguments = arguments.copy()
+        for place, dtype, x in zip(places, dtypes, tensors.values(), strict=True):
+            if x is None:
+                if dtype is None:
+                    continue
+                return self._by_triton(tensors)
+            address = x.data_ptr()
+            if address % _ALIGNMENT or x.dtype is not dtype:
+                return self._by_triton(tensors)
+            arguments[place] = tiles[place](x) if place in tiles else address
+        stream = current_stream(device)
+        if separate:
+            launch(*grid, stream, *options, *arguments)
+        else:
+            launch(*grid, stream, *options, arguments)
+
+    def _by_triton(self, tensors: Mapping[str, Tensor | None]) -> Any:
+        given = {
+            name: self._tiles[name].descriptor(x) if x is not None and name in self._tiles else x
+            for name, x in tensors.items()
+        }
+        return self._kernel[self._grid](**given, **self._arguments)
+
+    def _first(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Launches as Triton does, and keeps the compiled kernel if later launches may use it."""
+        kernel = self._by_triton(tensors)
+        if not isinstance(kernel, CompiledKernel) or kernel.metadata.target.backend != "cuda":
+            return
+        if not triton.__version__.startswith(_KNOWN) or any(
+            x is not None and x.data_ptr() % _ALIGNMENT for x in tensors.values()
+        ):
+            return
+        arguments = dict.fromkeys(self._kernel.arg_names) | {
+            name: x for name, x in self._arguments.items() if name in self._kernel.arg_names
+        }
+        for name, x in tensors.items():
+            if x is not None and name in self._tiles:
+                arguments[name] = self._tiles[name].descriptor(x)
+                arguments[name].base = None  # otherwise x would live as long as this launcher
+        call = _by_driver(kernel, arguments) or _by_kernel(kernel, arguments)
+        places = tuple(-1 if x is None else call.places[name] for name, x in tensors.items())
+        dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
+        tiles = {call.places[name]: make for name, make in call.tiles.items()}
+        grid = (*self._grid, 1, 1)[:3]
+        active = driver.active
+        current = active.get_current_device
+        if current is torch.cuda.current_device:  # which looks first whether torch has initialized the GPU
+            current = torch._C._cuda_getDevice
+        about = (grid, current(), current, active.get_current_stream)
+        self._compiled = _Compiled(*call[:4], *about, tuple(tensors), places, dtypes, tiles)
+
+
+class _Call(NamedTuple):
+    launch: Callable  # this and the next three: as in `_Compiled`
+    options: tuple
+    separate: bool
+    arguments: list
+    places: Mapping[str, int]  # indices in the arguments, by name
+    tiles: Mapping[str, Callable[[Tensor], Any]]  # by name
+
+
+def _by_kernel(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call:
+    """Returns a launch by the method of Triton's compiled kernel, which takes the arguments of all parameters."""
+    options = (kernel.function, kernel.packed_metadata, None, None, None)
+    tiles = {name: partial(_with_base, x) for name, x in arguments.items() if isinstance(x, TensorDescriptor)}
+    places = {name: i for i, name in enumerate(arguments)}
+    return _Call(kernel.run, options, True, list(arguments.values()), places, tiles)
+
+
+def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | None:
+    """Returns a launch by the function of Triton's driver for NVIDIA GPUs; None for code that needs more than that.
+
+    The method of the compiled kernel calls the same function. Before that it prepares memory that the code does not
+    need, and makes the descriptors of tensors at every launch.
+    """
+    from triton.backends.nvidia import driver as nvidia  # not every build of Triton has it
+
+    run, kinds = kernel.run, kernel.src.signature
+    if not isinstance(run, nvidia.CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if list(kinds) != list(arguments) or any(not isinstance(kind, str) for kind in kinds.values()):
+        return None
+    one_for_all = hasattr(nvidia, "expand_signature")  # not in Triton 3.6, which builds a function for each signature
+    metas = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+    found: list[Any] = []
+    places: dict[str, int] = {}
+    tiles: dict[str, Callable[[Tensor], Any]] = {}
+    for name, x in arguments.items():
+        if one_for_all and kinds[name] == "constexpr":
+            continue
+        places[name] = len(found)
+        if isinstance(x, TensorDescriptor):
+            if not metas:
+                return None
+            tiles[name] = _Maps(nvidia.make_tensordesc_arg, x, metas[len(tiles)])
+            found += [None, *x.shape, *x.strides]
+        else:
+            found.append(x.data_ptr() if isinstance(x, Tensor) else x)
+    how, hooks, scratch = (kernel.function, run.launch_cooperative_grid, run.launch_pdl), (None,) * 3, (None,) * 2
+    if not one_for_all:
+        launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if tiles else run.launch
+        return _Call(launch, (*how, *scratch, kernel.packed_metadata, *hooks), True, found, places, tiles)
+    expanded = nvidia.expand_signature(kinds.values(), metas)
+    annotations = [x for x, kind in zip(run.arg_annotations, expanded, strict=True) if kind != "constexpr"]
+    options = (*how, kernel.packed_metadata, *hooks, *scratch, annotations, run.kernel_signature)
+    return _Call(driver.active.utils.launch, options, False, found, places, tiles)
+
+
+def _with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
+    """Returns the descriptor of another tensor with the same shape and strides."""
+    new = TensorDescriptor.__new__(TensorDescriptor)
+    new.__dict__.update(descriptor.__dict__, base=x)
+    return new
+
+
+class _Maps:
+    """Makes what the hardware takes as the descriptor of a tensor, once for each address."""
+
+    MOST = 256  # that are kept: a model has a few tensors for each layer
+
+    def __init__(self, make: Callable, descriptor: TensorDescriptor, meta: Any):
+        """Takes the driver's function, and what it is called with besides the tensor."""
+        self._make, self._descriptor, self._meta = make, descriptor, meta
+        self._kept: dict[int, Any] = {}
+
+    def __call__(self, x: Tensor) -> Any:
+        address = x.data_ptr()
+        found = self._kept.get(address)
+        if found is None:
+            if len(self._kept) >= self.MOST:
+                self._kept.clear()
+            found = self._kept[address] = self._make(_with_base(self._descriptor, x), self._meta)[0]
+        return found
+
+
+_launchers: dict[tuple, Launcher] = {}
+MOST_LAUNCHERS = 1024  # of one kind that are kept: a server sees many lengths
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **tensors: Tensor | None) -> None:
+    """Launches a kernel by the `Launcher` of these arguments, which must be numbers. It is made once."""
+    key = (id(kernel), grid, *arguments.values())
+    launcher = _launchers.get(key)
+    if launcher is None:
+        if len(_launchers) >= MOST_LAUNCHERS:
+            _launchers.pop(next(iter(_launchers)))  # the oldest
+        launcher = _launchers[key] = Launcher(kernel, grid, arguments)
+    launcher(**tensors)
+
+
+def forget_launchers() -> None:
+    """Forgets all launchers of `launch`, for tests that change what kernels are launched with."""
+    _launchers.clear()
+
+
+def _hooked() -> bool:
+    """Returns whether a profiler observes launches through Triton."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Returns a / b, rounded up. Triton's own function is made for kernels too, and takes ten times as long on the
+    host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Returns the smallest power of two that is at least n; 0 for 0. It replaces Triton's own, see `ceil_div`."""
+    return 1 << (int(n) - 1).bit_length() if n else 0
+
+
+def processors(device: torch.device) -> int:
+    """Returns the number of SMs of a GPU; a few for other devices."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def sharing(rows: int, blocks: int, programs: int, device: torch.device) -> int:
+    """Returns the number of programs that share `rows` blocks of rows, for each of `blocks` blocks of columns.
+
+    A GPU then has about so many `programs` for each SM.
+    """
+    return min(rows, max(1, programs * processors(device) // blocks))
