@@ -146,5 +146,7 @@ def test_pages_quote_the_committed_rows():
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
     assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
     assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
-    assert f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
+    assert (
+        f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
+    )
     assert f"{hybrid} for five layers of delta rule and one of softmax" in readme
