@@ -29,13 +29,10 @@ def output(
     norm = plan.new_rows(plan.H if normalize else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
     tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
-    if plan.hopper or plan.leveled:
-        launch = plan.once(_output_on_hopper, init, normalize, eps, wide)
-        s, z = out if s is None else s, out if z is None else z
-        launch(**tensors, s=s, z=z, **call.sequences(plan.hopper_launches.output.block))
-        return out, norm
-    launch = plan.once(_output, init, normalize, eps, wide)
-    launch(**tensors, s=s, z=z, **call.sequences(plan.config.output.block))
+    launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide), plan.config.output
+    if plan.variant != "plain":
+        s, z, size = out if s is None else s, out if z is None else z, plan.hopper_launches.output
+    launch(**tensors, s=s, z=z, **call.sequences(size.block))
     return out, norm
 
 
@@ -52,14 +49,14 @@ def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> 
 
 def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
     size = plan.hopper_launches.output
-    levels: tuple = plan.levels.shape if plan.chunk and plan.leveled else ()
+    levels: tuple = plan.levels.shape if plan.variant == "levels" else ()
     prefixes, weights = plan.tables[1:3] if levels else (None, None)
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
     numbers |= {"out_scale": plan.out_scale, "eps": eps}
     constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.has_rows(init), "INIT": init} | plan.early(after=plan.gated)
-    if plan.hopper and plan.chunk and plan.K == 32:  # needs two registers more with a gate
+    if plan.of_two and plan.chunk and plan.K == 32:  # needs two registers more with a gate
         constants["maxnreg"] = config.THREE_PROGRAMS
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
@@ -98,7 +95,7 @@ def new_products(call: Call, z: bool) -> Tensor:
     plan, device = call.plan, call.plan.device
     shape = (plan.layout.blocks(plan.chunk), plan.G)
     if plan.once(_segments, z).count > 1:  # part 0 is that of the state pass, and others may change nothing
-        return torch.zeros(*shape, 1 + join_blocks(plan, z or plan.hopper), device=device, dtype=torch.float64)
+        return torch.zeros(*shape, 1 + join_blocks(plan, z or plan.of_two), device=device, dtype=torch.float64)
     return torch.empty(*shape, _state_programs(plan, z), device=device, dtype=torch.float64)
 
 
@@ -168,13 +165,13 @@ def _state_pass(
     tensors: dict[str, Tensor | None] = {"xt": xt, "y": y, "sums": call.gate.sums}
     tensors |= {"s_out": s, "s_init": s_init, "s_final": s_final}
     tensors |= {"starts": starts, "chunk_starts": chunk_starts}
-    if plan.leveled:  # whose rows have the transposed keys, and which have no Z
-        plan.once(_states_by_levels, reverse, init, final, z)(**tensors)
+    launch = plan.once(STATES[plan.variant], reverse, init, final, z)
+    if plan.variant == "levels":  # whose rows have the transposed keys, and which have no Z
+        launch(**tensors)
         return
     tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
     tensors |= dict(zip(("s_forward", "z_forward", "products"), forward or (None,) * 3, strict=True))
-    make = _states_on_hopper if plan.hopper else _states
-    plan.once(make, reverse, init, final, z)(**tensors)
+    launch(**tensors)
 
 
 def _weigh_block(plan: Plan) -> int:
@@ -229,15 +226,15 @@ def _segments(plan: Plan, z: bool) -> Segments:
 
 
 def _most_tiles(plan: Plan) -> int:
-    if plan.leveled:
+    if plan.variant == "levels":
         return min(plan.hopper_launches.state.block, 128 // plan.V)
-    return (plan.hopper_launches if plan.hopper else plan.config).state.block
+    return (plan.hopper_launches if plan.variant == "hopper" else plan.config).state.block
 
 
 def _state_tiles(plan: Plan, z: bool) -> int:
     """Returns the number of tiles of rows of a program of the state pass."""
     most = _most_tiles(plan)
-    if not plan.hopper or plan.once(_segments, z).count > 1:
+    if plan.variant != "hopper" or plan.once(_segments, z).count > 1:
         return most
     programs = _programs_of_tiles(plan, z, most) * plan.G * plan.layout.sequences
     return 2 if few(programs, config.processors(plan.device)) else most
@@ -250,9 +247,9 @@ def _state_programs(plan: Plan, z: bool) -> int:
 
 def _programs_of_tiles(plan: Plan, z: bool, tiles: int) -> int:
     """Returns the number of these programs if each has so many tiles."""
-    if plan.leveled:
+    if plan.variant == "levels":
         return states_levels.programs(plan.levels.shape, tiles, plan.hopper_launches.state.warps)
-    if plan.hopper:
+    if plan.variant == "hopper":
         size = plan.hopper_launches.state
         return hopper_states.programs(plan.K, plan.parts, tiles, size.tile, size.warps)
     counts, narrow, least = plan.counts(), plan.K - plan.half, 64  # rows of a product
@@ -290,3 +287,14 @@ def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     constants |= {"STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     grid = _state_grid(plan, _programs_of_tiles(plan, z, tiles), z)
     return Launcher(states_levels.state_pass, grid, numbers | constants | {"prefixes": plan.tables[0]})
+
+
+# The launch of each stage, by variant. A quadratic form has no states.
+OUTPUT = {
+    "plain": _output,
+    "hopper": _output_on_hopper,
+    "hopper_quadratic": _output_on_hopper,
+    "levels": _output_on_hopper,
+    "levels_quadratic": _output_on_hopper,
+}
+STATES = {"plain": _states, "hopper": _states_on_hopper, "levels": _states_by_levels}

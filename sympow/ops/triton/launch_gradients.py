@@ -33,7 +33,9 @@ def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: 
     calls with a gate, that the launch before this one computed the sums of the gate."""
     plan = call.plan
     factor, delta = plan.new_rows(plan.H), plan.new_rows(plan.H)
-    scales, near = (plan.new_rows(plan.H), plan.new_rows(plan.H)) if plan.quadratic else (factor, factor)
+    scales, near = (
+        (plan.new_rows(plan.H), plan.new_rows(plan.H)) if plan.variant == "hopper_quadratic" else (factor, factor)
+    )
     launch = plan.once(_row_factors, normalize, early)
     launch(
         out=out, dout=dout, norm=norm, sums=call.gate.sums, factor=factor, scales=scales, near=near, delta=delta,
@@ -45,7 +47,7 @@ def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: 
 def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     numbers = plan.sequences() | {"H": plan.H, "out_scale": plan.out_scale}
     constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": config.WEIGH_BLOCK, "GATED": plan.gated}
-    constants |= {"NORMALIZE": normalize, "TILED": plan.quadratic}
+    constants |= {"NORMALIZE": normalize, "TILED": plan.variant == "hopper_quadratic"}
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
     if not early:  # the same code, launched without overlap
         constants.pop("launch_pdl", None)
@@ -61,28 +63,25 @@ def query_gradient(
     plan, q, k, v = call.plan, call.q, call.k, call.v
     dq, dsums = plan.new(*q.shape), plan.new_rows(plan.H if plan.gated else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "dout": dout, "sums": call.gate.sums, "dq": dq, "dsums": dsums}
-    if plan.quadratic:
-        factor, delta = factors.factor, factors.delta
-        launch = plan.once(_quadratic_query_gradient)
-        launch(keys=k, values=v, **tensors, factor=factor, delta=delta, reach=call.gate.begins)
+    launch = plan.once(QUERY_GRADIENT[plan.variant], init, normalize)
+    of_queries: dict[str, Tensor | None] = {"factor": factors.factor, "delta": factors.delta, "reach": call.gate.begins}
+    if plan.variant == "hopper_quadratic":
+        launch(keys=k, values=v, **tensors, **of_queries)
         return dq, dsums
-    tensors |= {"k": k, "v": v}
-    if plan.chunk and plan.leveled:
-        sequences = call.sequences(plan.hopper_launches.query.block)
-        plan.once(_query_gradient_by_levels, init)(**tensors, s=s, **sequences)
+    tensors |= {"k": k, "v": v, "s": s}
+    if plan.variant == "levels":
+        launch(**tensors, **call.sequences(plan.hopper_launches.query.block))
         return call.own_channels(dq), dsums
-    tensors |= {"factor": factors.factor, "delta": factors.delta, "reach": call.gate.begins}
-    if plan.hopper:
-        launch = plan.once(_query_gradient_on_hopper, init, normalize)
-        s, z = dq if s is None else s, dq if z is None else z
-        launch(**tensors, s=s, z=z, **call.sequences(plan.hopper_launches.query.block))
-    else:
-        launch = plan.once(_query_gradient, init, normalize)
-        launch(**tensors, s=s, z=z, **call.sequences(plan.config.query.block))
+    tensors |= {"z": z} | of_queries
+    size = plan.config.query
+    if plan.variant == "hopper":
+        tensors |= {"s": dq if s is None else s, "z": dq if z is None else z}
+        size = plan.hopper_launches.query
+    launch(**tensors, **call.sequences(size.block))
     return call.own_channels(dq), dsums
 
 
-def _quadratic_query_gradient(plan: Plan) -> Launcher:
+def _quadratic_query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
     size, own, time = plan.hopper_launches.query, plan.strides, plan.layout.length
     numbers = plan.sequences() | plan.spread(size, plan.H) | {"q_st": own["q_st"], "q_sh": own["q_sh"], "H": plan.H}
     numbers |= {"grad_scale": plan.grad_scale * plan.out_scale}
@@ -96,7 +95,7 @@ def _quadratic_query_gradient(plan: Plan) -> Launcher:
     return Launcher(gradients_quadratic.query_pass, grid, numbers | constants, tiles)
 
 
-def _query_gradient_by_levels(plan: Plan, init: bool) -> Launcher:
+def _query_gradient_by_levels(plan: Plan, init: bool, normalize: bool) -> Launcher:
     size, (rows, entries) = plan.hopper_launches.query, plan.slopes()
     numbers = plan.strides | plan.sequences() | plan.heads() | {"grad_scale": plan.grad_scale * plan.out_scale}
     constants = plan.leveled_dims(size) | {"KEYS": size.step, "STATES": plan.has_rows(init), "INIT": init}
@@ -136,27 +135,24 @@ def key_gradient(
     dsums = plan.new_rows(plan.G if plan.gated else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "dout": dout, "sums": call.gate.sums}
     tensors |= {"dk": dk, "dv": dv, "dsums": dsums}
-    if plan.chunk and plan.leveled:
-        sequences = call.sequences(plan.hopper_launches.key.block)
-        plan.once(_key_gradient_by_levels, final)(**tensors, ds=ds, **sequences)
-        return call.own_channels(dk), dv, dsums
-    tensors |= {"delta": factors.delta, "reach": call.gate.ends}
-    if plan.quadratic:
-        sequences = call.sequences(plan.hopper_launches.key.block)
-        launch = plan.once(_quadratic_key_gradient)
-        launch(**tensors, scales=factors.scales, near=factors.near, **sequences)
-    elif plan.hopper:
-        sequences = call.sequences(plan.hopper_launches.key.block)
-        launch = plan.once(_key_gradient_on_hopper, final, z)
+    launch, size = plan.once(KEY_GRADIENT[plan.variant], final, z), plan.config.key
+    if plan.variant in ("hopper", "hopper_quadratic", "levels"):
+        size = plan.hopper_launches.key
+    if plan.variant == "hopper":
         ds, dz = dk if ds is None else ds, dk if dz is None else dz
-        launch(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
+    if plan.variant != "levels":
+        tensors |= {"delta": factors.delta, "reach": call.gate.ends}
+    if plan.variant == "hopper_quadratic":
+        tensors |= {"scales": factors.scales, "near": factors.near}
+    elif plan.variant == "levels":
+        tensors |= {"ds": ds}
     else:
-        sequences = call.sequences(plan.config.key.block)
-        plan.once(_key_gradient, final, z)(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
+        tensors |= {"factor": factors.factor, "ds": ds, "dz": dz}
+    launch(**tensors, **call.sequences(size.block))
     return call.own_channels(dk), dv, dsums
 
 
-def _quadratic_key_gradient(plan: Plan) -> Launcher:
+def _quadratic_key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
     size = plan.hopper_launches.key
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.G)
     numbers |= {"grad_scale": plan.grad_scale}
@@ -165,7 +161,7 @@ def _quadratic_key_gradient(plan: Plan) -> Launcher:
     return Launcher(gradients_quadratic.key_pass, (plan.layout.blocks(size.block), plan.G), numbers | constants)
 
 
-def _key_gradient_by_levels(plan: Plan, final: bool) -> Launcher:
+def _key_gradient_by_levels(plan: Plan, final: bool, z: bool) -> Launcher:
     size, (rows, entries), (_, level_entries, weights) = plan.hopper_launches.key, plan.slopes(), plan.tables
     numbers = plan.strides | plan.sequences() | plan.heads()
     numbers |= {"out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
@@ -271,3 +267,20 @@ def _gate_gradient(plan: Plan, final: bool, block: int) -> Launcher:
     constants = _gate_constants(plan, block) | {"FINAL": final}
     grid = (plan.layout.blocks(block), plan.G)
     return Launcher(gate.gate_gradient, grid, plan.sequences() | {"G": plan.G} | constants)
+
+
+# The launch of each gradient, by variant.
+QUERY_GRADIENT = {
+    "plain": _query_gradient,
+    "hopper": _query_gradient_on_hopper,
+    "hopper_quadratic": _quadratic_query_gradient,
+    "levels": _query_gradient_by_levels,
+    "levels_quadratic": _query_gradient,
+}
+KEY_GRADIENT = {
+    "plain": _key_gradient,
+    "hopper": _key_gradient_on_hopper,
+    "hopper_quadratic": _quadratic_key_gradient,
+    "levels": _key_gradient_by_levels,
+    "levels_quadratic": _key_gradient,
+}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ from sympow.ops.triton.levels import Levels, level_count, levels_of
 from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 T = TypeVar("T")
+# Which kernels a call takes, by name; `launch.py` and `launch_gradients.py` have the kernel of every stage.
+#   plain             on any GPU
+#   hopper            p = 2 on Hopper
+#   hopper_quadratic  its quadratic form with gradient passes of its own
+#   levels            p = 3 and 4 on Hopper, with rows by levels
+#   levels_quadratic  their quadratic form, whose gradients take the plain passes
+Variant = Literal["plain", "hopper", "hopper_quadratic", "levels", "levels_quadratic"]
 
 LAST_PROGRAMS = 4  # programs for each SM that start first because they take longest
 _MOST = 256  # plans that are kept: a server sees many lengths
@@ -66,38 +73,50 @@ class Shapes:
         self.layout = Tokens(sequences, t, b * t, cu_seqlens is not None)
         self.columns = max(16, config.next_power_of_2(self.V))
         self.config = config.INTERPRETER if knobs.runtime.interpret else config.choose(self.K, self.columns, q.dtype)
-        hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
-        self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
+        self.variant: Variant = self._variant(chunk)
         self.parts = 2
-        if self.hopper:
+        if self.of_two:
             own = config.HOPPER[self.K]
             self.parts = own.gradient_parts if gradient_rows or not chunk else own.parts
-        self.leveled = hopper and (p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64)
         # Whether the parts of the gate's sums are those for Hopper (`gate.gate_sums`), and the numbers of a token.
-        self.tiled = self.hopper or self.leveled
+        self.tiled = self.variant != "plain"
         self.sums = 3 if self.tiled else 2
         if type(chunk) is int and chunk >= t:  # torch.compile would compile for every size
             chunk = config.one_chunk(chunk)
         self.chunk = chunk
         if chunk:
             launches = self.config
-            if self.hopper or self.leveled:
-                launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.key_dim]
+            if self.tiled:
+                launches = config.HOPPER[self.K] if self.of_two else config.HOPPER_POWERS[p, self.key_dim]
             multiple = launches.chunk_multiple
-            if self.hopper:  # loops of the state pass are unrolled over its buffers
+            if self.of_two:  # loops of the state pass are unrolled over its buffers
                 multiple = max(multiple, launches.state.step * launches.state.stages)
             self.chunk = config.ceil_div(chunk, multiple) * multiple
             if self.chunk < config.WEIGH_BLOCK:  # a block of tokens is then the chunk, and its length a power of two
                 self.chunk = config.next_power_of_2(self.chunk)
         # Short kernels of the quadratic form may start before the last kernel ends. Not for packed documents: other
         # kernels, which make their tables, run in between.
-        self.overlap = self.hopper and not chunk and cu_seqlens is None
-        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS
+        self.overlap = self.of_two and not chunk and cu_seqlens is None
+
+    def _variant(self, chunk: int) -> Variant:
+        if not config.on_hopper(self.device) or self.dtype != torch.bfloat16:
+            return "plain"
+        if self.p == 2 and self.K == self.V and self.K in config.HOPPER:
+            whole = not chunk and not self.layout.packed
+            return "hopper_quadratic" if whole and self.K in config.HOPPER_GRADIENTS else "hopper"
+        if (self.p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64):
+            return "levels" if chunk else "levels_quadratic"
+        return "plain"
+
+    @property
+    def of_two(self) -> bool:
+        """Returns whether the kernels are those for p = 2 on Hopper, in either form."""
+        return self.variant in ("hopper", "hopper_quadratic")
 
     @cached_property
     def rows(self) -> Rows | Levels:
         """Returns the rows; only for the chunked form, because a high p has many."""
-        return self.levels if self.leveled else rows_of(self.K, self.p, self.parts)
+        return self.levels if self.variant == "levels" else rows_of(self.K, self.p, self.parts)
 
     @property
     def levels(self) -> Levels:
@@ -107,7 +126,7 @@ class Shapes:
     @property
     def row_count(self) -> int:
         """Returns `rows.count` without making the tables, for torch.compile, which needs only shapes."""
-        return level_count(self.key_dim, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
+        return level_count(self.key_dim, self.p) if self.variant == "levels" else row_count(self.K, self.p, self.parts)
 
     def state_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of S and Z at the boundaries of chunks, as in `launch.states`."""
@@ -119,14 +138,14 @@ class Shapes:
 
     def _shapes(self, count: int, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # The pass on Hopper computes Z in the same programs.
-        return (count, self.G, self.row_count, self.V), (count if z or self.hopper else 0, self.G, self.K, self.K)
+        return (count, self.G, self.row_count, self.V), (count if z or self.of_two else 0, self.G, self.K, self.K)
 
     def keeps(self, z: bool) -> bool:
         """Returns whether the forward keeps its states for the backward.
 
         It does not where they are too large, nor for p > 2 unless rows are by levels.
         """
-        if not self.chunk or (self.p > 2 and not self.leveled):
+        if not self.chunk or (self.p > 2 and self.variant != "levels"):
             return False
         size = math.prod(self.state_shapes(z and self.p == 2)[0]) * self.dtype.itemsize
         most = config.most_kept(self.device)
@@ -154,7 +173,7 @@ class Plan(Shapes):
         self.grad_scale = p * (scale if p > 4 else 1.0)
         self.precision = "tf32" if tf32 else "ieee"
         # -log2 of a decay that the passes treat as 0, with a margin for rounding: those for Hopper flush subnormals.
-        self.vanishing = 127.0 if self.hopper or self.leveled else 150.0
+        self.vanishing = 127.0 if self.tiled else 150.0
         # In the quadratic form: whether the range of keys for each tile of queries, and of queries for each tile of
         # keys, is computed.
         self.reaches = gated and not chunk and not self.layout.packed and self.layout.length >= config.LEAST_REACH
@@ -195,7 +214,7 @@ class Plan(Shapes):
     def hopper_launches(self) -> config.Config:
         if self.p > 2:
             return config.HOPPER_POWERS[self.p, self.key_dim] if self.chunk else config.POWERS
-        if self.quadratic:
+        if self.variant == "hopper_quadratic":
             return config.HOPPER_GRADIENTS[self.K]
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
