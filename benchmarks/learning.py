@@ -151,6 +151,7 @@ def main() -> int:
     plan.set_defaults(command=_plan)
     plan.add_argument("--grids", required=True, help="as for run")
     plan.add_argument("--corpus-name", help="count runs that are finished on this corpus (default: all that are)")
+    plan.add_argument("--measures", action="store_true", help="count only runs whose use of the context is measured")
     plan.add_argument("--gpus", type=int, default=1, help="(default: 1)")
     plan.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
     merge = commands.add_parser("merge", help="add finished rows to the committed tables")
@@ -237,6 +238,9 @@ def company(workers: int, gpus: int) -> float:
 
 def _plan(options: argparse.Namespace) -> None:
     known = {run_of(row) for row in found.read_table(TABLE) if options.corpus_name in (None, row["corpus"])}
+    if options.measures:
+        measured = {row["run"] for row in _use(USE)}
+        known = {run for run in known if run.name in measured}
     left = [run for run in of_grids(options.grids) if run not in known]
     seconds = [expected(run) * company(options.workers, options.gpus) for run in left]
     for run, each in zip(left, seconds, strict=True):

@@ -83,7 +83,12 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
     assert "error: a grid is one of rates, adamw" in capsys.readouterr().err
 
 
-def test_a_plan_says_how_long_runs_take(monkeypatch, capsys):
+def test_a_plan_says_how_long_runs_take(monkeypatch, tmp_path, capsys):
+    assert call(monkeypatch, "plan", "--grids", "rates") == 0
+    assert capsys.readouterr().out.startswith("0 runs: ")
+    monkeypatch.setattr(learning, "USE", tmp_path / "none.csv")
+    assert call(monkeypatch, "plan", "--grids", "rates", "--measures") == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(learning.GRIDS["rates"]) + 1
     assert call(monkeypatch, "plan", "--grids", "slow", "--gpus", "4", "--workers", "8") == 0
     *runs, total = capsys.readouterr().out.splitlines()
     assert len(runs) == 6 and all(" s  " in line for line in runs) and total.startswith("6 runs: ")
