@@ -28,7 +28,7 @@ test-transformers: $(INSTALLED)
 	for version in '==5.17.*' '>=5.17'; do \
 	  rm -rf .venv/transformers; \
 	  $(BIN)/python -m pip install -q --target .venv/transformers "transformers$$version" gguf && \
-	  $(BIN)/python -m pip install -q --target .venv/transformers --no-deps accelerate peft psutil && \
+	  $(BIN)/python -m pip install -q --target .venv/transformers --no-deps accelerate peft psutil bitsandbytes && \
 	  PYTHONPATH=.venv/transformers $(BIN)/python -m pytest -q -n auto tests/integrations || exit 1; \
 	done
 

@@ -31,6 +31,7 @@ from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
+from sympow.ops.devices import check_float64
 from sympow.ops.feature_map import spow_dim
 
 IMPLS = ("auto", "eager", "triton", "reference")  # of the op
@@ -179,6 +180,7 @@ class PowerAttention(AttentionMixer):
         device = any_weight(self, self.out).device if device is None else torch.device(device)
         position: int | Tensor = 0
         if self.rotation == "data":
+            check_float64(device)
             position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
         memory = initial_memory(self, self.p, self.impl, batch_size, device, dtype, self.eps)
         return PowerAttentionState(memory, position)

@@ -21,6 +21,7 @@ from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops.availability import concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
+from sympow.ops.devices import check_float64
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 MASK_ELEMENTS = 1 << 23
@@ -85,6 +86,7 @@ class SoftmaxAttention(AttentionMixer):
         if self.gate is None:
             return empty_cache(self, batch_size, device, dtype)
         cache = empty_cache(self, batch_size, device, dtype, key_dim=gated_key_dim(self.head_dim))
+        check_float64(cache.k.device)
         return GatedCache(cache, torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=cache.k.device))
 
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:

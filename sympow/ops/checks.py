@@ -139,12 +139,12 @@ def check_context(
         raise ValueError(f"a rank's part of rows split by context_group has at least one token; got q {list(q.shape)}")
 
 
-_WITH_FLOAT64 = ("cpu", "cuda", "meta")
+WITH_FLOAT64 = ("cpu", "cuda", "meta")
 
 
 def check_float64(device: torch.device) -> None:
     """Raises ValueError for a device that is not there or has no float64, such as that of Apple's GPUs (MPS)."""
-    if device.type not in _WITH_FLOAT64 and not _has_float64(device.type):
+    if device.type not in WITH_FLOAT64 and not has_float64(device.type):
         raise ValueError(
             f"sympow computes positions and sums over the context in float64, which the device {str(device)!r} does "
             "not have: use the CPU or a CUDA device"
@@ -152,7 +152,8 @@ def check_float64(device: torch.device) -> None:
 
 
 @lru_cache(maxsize=8)
-def _has_float64(kind: str) -> bool:
+def has_float64(kind: str) -> bool:
+    """Returns whether a tensor of float64 can be made on this kind of device."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.ops.availability import has_kernels
+from sympow.ops.devices import check_float64
 from sympow.ops.first_order import first_order
 from sympow.ops.rope_scaling import check_scaling, scaled
 from sympow.ops.running_sums import blocked_sums
@@ -63,6 +64,7 @@ def rotary_frequencies(
     turning = key_dim if rotary_dim is None else rotary_dim
     if not 2 <= turning <= key_dim or turning % 2:
         raise ValueError(f"rotary_dim must be even, from 2 to {key_dim}; got {rotary_dim}")
+    check_float64(torch.get_default_device() if device is None else torch.device(device))
     exponent = torch.arange(turning // 2, dtype=torch.float64, device=device) * (2 / turning)
     frequencies = first * n**-exponent
     if scaling is not None:
@@ -83,6 +85,7 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
     Returns:
         float64 [B, T, G]. Its last row, [:, -1], is the `start` of what follows.
     """
+    check_float64(beta.device)
     # Time is the last axis, because a GPU sums along another axis with only one thread for each row.
     positions = blocked_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
     return positions if start is None else positions + start[:, None]
@@ -181,7 +184,8 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _grouped(positions: Tensor) -> Tensor:
-    """Returns positions as [1, T, 1], [B, T, 1] or [B, T, G]."""
+    """Returns positions as [1, T, 1], [B, T, 1] or [B, T, G]. Their device needs float64."""
+    check_float64(positions.device)
     shape = {1: (1, -1, 1), 2: (*positions.shape, 1)}.get(positions.ndim, positions.shape)
     return positions.reshape(shape)
 

@@ -22,6 +22,7 @@ from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import MixerState
 from sympow.ops.availability import concatenated, has_values
+from sympow.ops.checks import check_float64
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -261,6 +262,7 @@ def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:
         candidates.append(above < k)
         largest = torch.cat([largest, piece], dim=1).topk(k, dim=1).values
     wanted = torch.cat(candidates, dim=1).long().cumsum(1)
+    check_float64(score.device)
     position = torch.arange(state.position, state.position + score.shape[1], device=score.device, dtype=torch.float64)
     budget = torch.ceil(k * (1 + torch.log1p(position / k))).long()
     # taken_t = min(taken_{t-1} + candidate_t, budget_t), unrolled
@@ -272,6 +274,7 @@ def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:
 
 def scattered(start: int, count: int, device: torch.device) -> Tensor:
     """Returns a number in [0, 1) for each of the positions start .. start + count - 1: a hash of the position."""
+    check_float64(device)
     x = torch.arange(start + 1, start + count + 1, device=device)
     for factor in (0x45D9F3B, 0x45D9F3B):
         x = ((x >> 16) ^ x) * factor & 0xFFFFFFFF
