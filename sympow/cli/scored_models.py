@@ -57,6 +57,7 @@ def _load(path: str, device: torch.device) -> Scored:
 def _is_of_transformers(folder: Path) -> bool:
     """Returns whether `save_pretrained` wrote the model in a folder. Run folders contain a config.json too."""
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return isinstance(content, dict) and "model_type" in content
     except (OSError, ValueError):
         return False

@@ -20,8 +20,8 @@ from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries
 from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops.availability import concatenated, without_autocast
+from sympow.ops.checks import check_float64
 from sympow.ops.cost import softmax_flops
-from sympow.ops.devices import check_float64
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 MASK_ELEMENTS = 1 << 23

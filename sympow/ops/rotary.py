@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.ops.availability import has_kernels
-from sympow.ops.devices import check_float64
+from sympow.ops.checks import check_float64
 from sympow.ops.first_order import first_order
 from sympow.ops.rope_scaling import check_scaling, scaled
 from sympow.ops.running_sums import blocked_sums

@@ -12,6 +12,7 @@ import torch
 
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.files import whole_folder, write_text
+from sympow.layers.registry import UntrustedCodeError
 from sympow.locks import locked
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
@@ -131,7 +132,16 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
     stored = _read_json(file)
     if "model_type" in stored:
         raise ValueError(f"{Path(run_dir)} is no run: its config.json is of a model of Hugging Face transformers")
-    return RunConfig.from_dict(stored)
+    return config_in(file, stored)
+
+
+def config_in(file: Path, stored: Any) -> RunConfig:
+    """Reads the config of a run that a file holds. Raises ValueError, which names the file, for wrong fields."""
+    try:
+        return RunConfig.from_dict(stored)
+    except (TypeError, ValueError) as error:
+        kind = UntrustedCodeError if isinstance(error, UntrustedCodeError) else ValueError
+        raise kind(f"{file}: {error}") from None
 
 
 def write_run_folder(
@@ -217,7 +227,7 @@ def load_model(
     else:
         file = path
     checkpoint = load_checkpoint(file)
-    config = RunConfig.from_dict(checkpoint.config)
+    config = config_in(file, checkpoint.config)
     shapes = {name: tuple(each.shape) for name, each in checkpoint.model.items() if isinstance(each, torch.Tensor)}
     try:
         check_shapes(config.model, shapes)

@@ -584,7 +584,7 @@ def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, 
         (["model.n_layers=1000000"], "a model of 1,000,000 layers needs 2"),
         (["model.vocab_size=1000000000"], "a model of 1 layers with d_model = 16 and a vocabulary of 1,000,000,000 ne"),
         (["model.mlp_ratio=1000000000"], "a model of 1 layers with d_model = 16 and a vocabulary of 256 needs 2.1 TB"),
-        (["model.d_model=8000000"], "a model of 1 layers with d_model = 8,000,000 and a vocabulary of 256 needs 1"),
+        (["model.d_model=8000000"], "a model of 1 layers with d_model = 8,000,000 and a vocabulary of 256 needs 3"),
     ],
 )
 def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, message):

@@ -39,12 +39,15 @@ def test_rows_and_image(run, tmp_path, capsys):
 def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "number").mkdir()
+    (tmp_path / "number" / "config.json").write_text("1")
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "sympow.integrations.transformers", raising=False)
     for words, line in (
         ([str(run), "--context", "50"], "a passkey needs a context of at least 1"),
         ([str(tmp_path / "hf")], "models in Hugging Face transformers need transformers: pip install 'sympow[trans"),
         ([str(tmp_path / "nothing")], ""),
+        ([str(tmp_path / "number")], f"{tmp_path}/number/config.json must hold a JSON object"),
         ([str(run), "--csv", f"{tmp_path}/no/a.csv"], f"{tmp_path}/no/a.csv cannot be written"),
     ):
         assert main(["passkey", *words, "--quiet"]) == 2

@@ -55,8 +55,8 @@ class NoFloat64(TorchDispatchMode):
 @pytest.fixture
 def refused(monkeypatch):
     """Makes the meta device one without float64. The function tells whether a call on it is refused in one line."""
-    monkeypatch.setattr("sympow.ops.devices.WITH_FLOAT64", ("cpu", "cuda"))
-    monkeypatch.setattr("sympow.ops.devices.has_float64", lambda kind: False)
+    monkeypatch.setattr("sympow.ops.checks.WITH_FLOAT64", ("cpu", "cuda"))
+    monkeypatch.setattr("sympow.ops.checks.has_float64", lambda kind: False)
 
     def call(function):
         try:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 from dataclasses import replace
 
@@ -66,6 +67,32 @@ def test_a_config_of_something_else_is_left_alone(tmp_path, make_config, restart
     with pytest.raises(FileNotFoundError, match=r"its config\.json is of no run, so nothing in it is removed"):
         clear_run_folder(tmp_path)
     assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}' and len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": 1}, "RunConfig.name must be a str, got a int"),
+        ({"data": None}, "the data config must be a dict of fields, got None"),
+        ({"zz": 1}, "unknown run field 'zz'"),
+        ({"model": {"vocab_size": 16, "d_model": 8, "n_layers": 10**30, "n_heads": 2}}, "n_layers must be below"),
+        ({"model": {"vocab_size": 16, "d_model": 8, "n_layers": 2, "n_heads": 2, "mixers": [{"name": "nowhere:X"}]}},
+         "the config names the mixer 'nowhere:X' by its import path"),
+    ],
+)  # fmt: skip
+def test_a_refused_config_is_named_with_its_file(tmp_path, change, message):
+    model = ModelConfig(vocab_size=16, d_model=8, n_layers=2, n_heads=2)
+    run = RunConfig("small", model, DataConfig(), TrainingConfig())
+    folder = write_run_folder(tmp_path / "run", run, LanguageModel(model, seed=0), tokenizer=None)
+    whole, file = load_checkpoint(latest(folder)), folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    assert str(error.value).startswith(f"{file}: {message}")
+    save_checkpoint(replace(whole, config=whole.config | change), folder, 1)
+    with pytest.raises(ValueError) as error:
+        load_model(latest(folder))
+    assert str(error.value).startswith(f"{latest(folder)}: {message}")
 
 
 @pytest.mark.parametrize(

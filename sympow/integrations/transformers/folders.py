@@ -23,8 +23,7 @@ from sympow.integrations.transformers.weights import native_name, weights
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
 from sympow.training import load_model
-from sympow.training.config import RunConfig
-from sympow.training.run_folder import LoadedModel, new_folder, write_run_folder
+from sympow.training.run_folder import LoadedModel, config_in, new_folder, write_run_folder
 
 RUN_FILE = "sympow_run.json"
 _TOKENIZER = "tokenizer.json"
@@ -101,15 +100,18 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     run = json_object(source / RUN_FILE)
     target = new_folder(out)
     model = load_exported(source)
-    config = RunConfig.from_dict(run["config"])
-    warmup = min(config.training.warmup_steps, max(1, run["step"]))
-    training = replace(config.training, steps=max(1, run["step"]), warmup_steps=warmup)
+    config = config_in(source / RUN_FILE, run.get("config"))
+    step = run.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"{source / RUN_FILE}: step must be an integer of at least 0, got {step!r}")
+    warmup = min(config.training.warmup_steps, max(1, step))
+    training = replace(config.training, steps=max(1, step), warmup_steps=warmup)
     config = replace(config, model=model.config, training=training)
     tokenizer = None
     if "tokenizer" in run:
         tokenizer = _BYTES if run["tokenizer"] == "bytes" else (source / _TOKENIZER).read_text(encoding="utf-8")
     beside = read_beside(source)
-    return write_run_folder(target, config, model, step=run["step"], tokenizer=tokenizer, beside=beside)
+    return write_run_folder(target, config, model, step=step, tokenizer=tokenizer, beside=beside)
 
 
 def load_exported(folder: Path) -> LanguageModel:
