@@ -152,15 +152,18 @@ def line(row: dict) -> str:
 
 
 def plot(rows: Sequence[dict], path: Path) -> None:
-    """Draws the stacked times of the passes against the chunk size: a column for each p and K, a row for each mode."""
+    """Draws the stacked times of the passes against the chunk size, a row for each mode.
+
+    There is a column for each of the two largest K with p = 2. The table has the other shapes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     some = [row for row in rows if row["passes"]]
-    shapes = sorted({(row["p"], row["K"]) for row in some})
-    figure, axes = pyplot.subplots(len(MODES), len(shapes), figsize=(3 * len(shapes), 6), squeeze=False)
+    shapes = sorted({(row["p"], row["K"]) for row in some if row["p"] == 2})[-2:]
+    figure, axes = pyplot.subplots(len(MODES), len(shapes), figsize=(4.5 * len(shapes), 7), squeeze=False)
     for axis, (mode, shape) in zip(axes.flat, ((mode, shape) for mode in MODES for shape in shapes), strict=True):
         bars = [row for row in some if (row["mode"], row["p"], row["K"]) == (mode, *shape)]
         below = [0.0] * len(bars)
@@ -168,12 +171,11 @@ def plot(rows: Sequence[dict], path: Path) -> None:
             heights = [row["passes"][name] for row in bars]
             axis.bar([f"{row['chunk']:,}" for row in bars], heights, bottom=below, label=name.replace("_", " "))
             below = [a + b for a, b in zip(below, heights, strict=True)]
-        axis.set_title(f"p = {shape[0]}, K = {shape[1]}, B = {bars[0]['B']}: {mode}", fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.set_xlabel("chunk, tokens", fontsize=8)
+        axis.set_title(f"p = {shape[0]}, K = {shape[1]}, B = {bars[0]['B']}: {mode}", fontsize=10)
+        axis.set_xlabel("chunk, tokens")
         axis.grid(axis="y", alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, ncols=len(PASSES) + 1, loc="lower center")
-    figure.supylabel("ms", fontsize=9)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=9, ncols=len(PASSES) + 1, loc="lower center")
+    figure.supylabel("ms")
     row = some[0]
     shape = f"T {row['T']:,}, H {row['H']}, K = V, {'gated' if row['gated'] else 'no gate'}, {row['dtype']}"
     figure.suptitle(f"{row['processor']}, {shape}", fontsize=10)

@@ -43,8 +43,8 @@ def _gap(rows: Sequence[Row]) -> Figure:
     ticks = [-0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlabel("tokens read, million")
-    axis.set_ylabel("held-out loss over the teacher's, nats")
-    axis.set_title("The gap to the teacher while the students learn")
+    axis.set_ylabel("held-out loss less the teacher's, nats")
+    axis.set_title("The gap to the teacher while the students learn, one run each")
     axis.legend()
     return figure
 
@@ -53,12 +53,13 @@ def _positions(rows: Sequence[Row]) -> Figure:
     """Draws the held-out loss against the position in a row, with a panel for each number of held-out rows."""
     found = [row for row in rows if row["kind"] == "positions"]
     counts = sorted({row["rows"] for row in found}, reverse=True)
-    figure = Figure(figsize=(8 * max(1, len(counts)), 4.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(5 * max(1, len(counts)), 4.2), dpi=150, layout="constrained")
     for n, count in enumerate(counts):
         axis = figure.add_subplot(1, len(counts), n + 1)
         axis.grid(color="0.9")
         _curves(axis, [row for row in found if row["rows"] == count], _styles(rows))
-        axis.set_title(f"Loss by position, {count} held-out rows: the teacher was made for 8,192 tokens")
+        axis.set_title(f"{count} held-out rows, one run", fontsize=10)
+        axis.tick_params("x", rotation=30)
     return figure
 
 

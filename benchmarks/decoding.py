@@ -133,6 +133,7 @@ def main() -> None:
     parser = options("benchmarks.decoding", __doc__)
     parser.add_argument("--models", action="store_true", help="time models on a GPU as well, not the op")
     parser.add_argument("--preset", default="tiny", help="shape of the models (default: tiny)")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
@@ -146,7 +147,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"{'mixer':>15} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
     for name, mixer in MIXERS.items():
-        for row in measure(name, preset(args.preset, VOCABULARY, mixer), args.contexts, args.tokens, args.device):
+        for row in measure(name, preset(args.preset, args.vocabulary, mixer), args.contexts, args.tokens, args.device):
             rows.append(row)
             timing = f"{row['ms_per_token']:>9.3f} {row['ratio']:>6.2f}"
             print(

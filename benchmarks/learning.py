@@ -1,11 +1,13 @@
 """Trains models by the optimizers of `sympow train`, and compares them with gated softmax attention.
 
-    python -m benchmarks.learning run --grids rates,seeds --corpus FOLDER --out OUT --workers 8 --minutes 20 --compile
+    python -m benchmarks.learning plan --grids field,field_16384 --gpus 4 --workers 8
+    python -m benchmarks.learning run --grids field --corpus FOLDER --out OUT --workers 8 --compile --measures
     python -m benchmarks.learning merge --from OUT
 
 Corpus, model and measures are those of `benchmarks.context_scaling`. A finished run is a row of
 benchmarks/results/learning.csv, so a grid can be completed in several calls. Losses by position are in
-learning_positions.csv.
+learning_positions.csv. With `--measures` a run also has rows in learning_context.csv, which
+`benchmarks.context_use` describes. A finished run that lacks them is then done again, and `merge` replaces its rows.
 """
 
 from __future__ import annotations
@@ -15,54 +17,38 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.context_scaling import cost
+from benchmarks.context_scaling import cost, found
 from benchmarks.context_scaling.data import name_of, read_documents
-from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, Run, Scale
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
+from benchmarks.context_scaling.speed import SPEED
+from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
+from benchmarks.measure import read, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
-from sympow.recall.results import read_rows
 from sympow.sweeps import Estimates, run_jobs
-from sympow.training import RunConfig
 from sympow.training.step import resolve_device
 
 TABLE, POSITIONS = RESULTS / "learning.csv", RESULTS / "learning_positions.csv"
+USE = RESULTS / "learning_context.csv"
 CONTROL = "softmax_gate"
 BILLION = 15_259 * DOCUMENT
-
-
-@dataclass(frozen=True)
-class LearningRun(Run):
-    """Describes a run; the fields besides those of `Run` are `training.optimizer` and `training.muon_rate`."""
-
-    optimizer: str = "muon"
-    muon_rate: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Returns the run in one word, different from that of any other run."""
-        factor = f"x{self.muon_rate:g}" if self.muon_rate != 1 else ""
-        return f"{super().name}-{self.optimizer}{factor}"
-
-    def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
-        """Returns the recipe with fields set, as `Run.config` does."""
-        config = super().config(scale, corpus, device, compiled)
-        training = replace(config.training, optimizer=self.optimizer, muon_rate=self.muon_rate)
-        return replace(config, training=training)
+COMPILED = 0.5  # the time of compiled steps, of that which `cost.guess` returns
 
 
 KEY = tuple(field.name for field in fields(LearningRun))
 COLUMNS = ("variant", "optimizer", "muon_rate", "learning_rate", "context", "tokens", "seed", "held_out_loss",
            "gate_softmax_loss", "gain", "best_loss", "best_context", "tokens_per_second", "processor", "documents",
            "row_tokens", "size", "status", "error", "parameters", "steps", "seconds", "peak_bytes", "compiled", "scale",
-           "torch", "commit", "corpus")  # fmt: skip
+           "torch", "commit", "code", "corpus")  # fmt: skip
 
 BEST = 8e-3  # the best rate under Muon, by the grid "rates": that of all variants so far
 SEEDS = (0, 1, 2)
@@ -75,6 +61,11 @@ SEARCH = (
     "power_delta+short_convolution=0", "power+rotation=none", "power+p=4+head_dim=24+value_dim=64",
     "window_delta", "window_delta+window=64", "window_delta+window=512", "softmax_gate+rotation=none",
 )  # fmt: skip
+FIELD = ("window32", "softmax", "window+window=2112", "window+window=512", "hybrid_window+p=1")
+SLOW = ("gated_delta_net", "rwkv7")  # a run of 100 million tokens takes eight minutes alone
+FAR = ("softmax_gate", "power", "power_delta", "window", "hybrid_delta_gate", "hybrid_power_gate", "softmax",
+       "window32")  # fmt: skip
+FOUR = ("softmax_gate", "power_delta", "window", "hybrid_delta_gate")  # that matter for a choice
 
 
 def runs(
@@ -111,7 +102,29 @@ GRIDS: dict[str, list[LearningRun]] = {
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),
     "long": runs(("power_delta", "softmax_gate", "power"), (4096,), LONG),
+    # Claims of the papers. [SCRA] Table 4: equal states and FLOPs; Figures 3 and 1: linear attention beside a window of
+    # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.
+    "scra_states": [*runs(("softmax",), (1024,), MIDDLE), *runs(("window", "power"), (4096,), MIDDLE)],
+    "scra_windows": runs(("body_linear", "body_window32"), (1024, 8192)),
+    "scra_lengths": runs(("body_softmax", "body_linear"), (32, 1024, 8192)),
+    "scra_bodies": runs(("body_power", "body_softmax", "body_window"), (65_536,)),
+    "cst_contexts": runs(("published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
+    "based": runs(("based",), (1024, 4096)),
     "billion": runs(("power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
+    # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
+    # p = 1 in turns, and a window of 32 as the control with next to no context.
+    "rates_field": runs(
+        (*FIELD, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)
+    ),
+    "rates_16384": runs(MAIN, (16_384,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)),
+    "field": runs(FIELD, (4096,), MIDDLE),
+    "field_16384": runs(FIELD, (16_384,), MIDDLE),
+    "slow": runs(SLOW, (4096,), MIDDLE),
+    "slow_16384": runs(SLOW, (16_384,), MIDDLE),
+    "far": runs(FAR, (65_536,), MIDDLE),
+    "long_window": runs(("window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), LONG),
+    "small": [replace(run, size="small") for run in runs(FOUR, (4096,), MIDDLE, seeds=(0,))],
+    "small_billion": [replace(run, size="small") for run in runs(FOUR, (4096,), BILLION, seeds=(0,))],
 }
 
 
@@ -121,6 +134,7 @@ def main() -> int:
     run = commands.add_parser("run", help="train what is missing")
     run.set_defaults(command=_run)
     run.add_argument("--grids", help=f"in order of priority, of {', '.join(GRIDS)}")
+    run.add_argument("--studies", help=f"runs with AdamW, of {', '.join(STUDIES)}")
     run.add_argument("--names", help="instead of grids: variant:context:rate:seed:tokens:optimizer:muon_rate, ...")
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--out", type=Path, required=True, help="folder of the tables that this command writes")
@@ -129,6 +143,16 @@ def main() -> int:
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     run.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
     run.add_argument("--compile", action="store_true", help="run blocks through torch.compile")
+    run.add_argument(
+        "--measures", action="store_true", help="measure the use of the context, also of runs that lack it"
+    )
+    run.add_argument("--keep", type=Path, help="keep the folders of runs here, with their weights")
+    plan = commands.add_parser("plan", help="print the seconds that runs of grids are expected to take")
+    plan.set_defaults(command=_plan)
+    plan.add_argument("--grids", required=True, help="as for run")
+    plan.add_argument("--corpus-name", help="count runs that are finished on this corpus (default: all that are)")
+    plan.add_argument("--gpus", type=int, default=1, help="(default: 1)")
+    plan.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
     merge = commands.add_parser("merge", help="add finished rows to the committed tables")
     merge.set_defaults(command=_merge)
     merge.add_argument("--from", dest="source", type=Path, required=True, help="folder that run wrote")
@@ -143,20 +167,25 @@ def main() -> int:
 
 def _run(options: argparse.Namespace) -> None:
     chosen = [_named(text) for text in options.names.split(",")] if options.names else []
-    for name in options.grids.split(",") if options.grids else []:
-        if name not in GRIDS:
-            raise ValueError(f"a grid is one of {', '.join(GRIDS)}; got {name!r}")
-        chosen += GRIDS[name]
+    chosen += of_grids(options.grids) if options.grids else []
+    chosen += [_by_adamw(run) for run in grid(options.studies.split(","))] if options.studies else []
     device = resolve_device(options.device).type
     corpus = name_of(read_documents(SCALES[options.scale], options.corpus).train)
-    finished = {_run_of(row) for row in _rows(TABLE) if row["corpus"] == corpus and row["scale"] == options.scale}
+    finished = {
+        run_of(row) for row in found.read_table(TABLE) if row["corpus"] == corpus and row["scale"] == options.scale
+    }
+    finished |= {_by_adamw(found.run_of(row)) for row in found.read_table(RESULTS / "context_scaling" / found.RUNS)
+                 if row["corpus"] == corpus and row["scale"] == options.scale}  # fmt: skip
+    if options.measures:
+        measured = {row["run"] for row in _use(USE) if row["corpus"] == corpus}
+        finished = {run for run in finished if run.name in measured}
     left = [run for run in dict.fromkeys(chosen) if run not in finished]
     print(f"{len(left)} of {len(set(chosen))} runs to do", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
-    trainer = Trainer(options.scale, options.corpus, device, options.compile)
+    trainer = Trainer(options.scale, options.corpus, device, options.compile, options.measures, options.keep)
     gpus = torch.cuda.device_count() if device == "cuda" else options.workers
-    estimates = Estimates(cost.guess, cost.kind, max(1.0, 0.7 * options.workers / gpus) * 0.5)
-    rows, positions, begun = [], [], time.time()
+    estimates = Estimates(expected, cost.kind, company(options.workers, gpus))
+    rows, positions, use, begun = [], [], [], time.time()
     for done in run_jobs(
         {run.name: run for run in left}, trainer, options.out / "jobs", workers=options.workers,
         minutes=options.minutes, estimates=estimates,
@@ -166,10 +195,55 @@ def _run(options: argparse.Namespace) -> None:
         row |= {"status": FAILED, "error": done.error} if done.error else done.result["row"]
         rows.append(row)
         positions += [] if done.error else done.result["positions"]
-        _write(options.out, rows, positions)
+        use += [] if done.error else done.result["use"]
+        _write(options.out, rows, positions, use)
         said = f"held-out loss {row['held_out_loss']:.4f}" if row["status"] == DONE else row["error"]
         print(f"[{time.time() - begun:.0f} s] {run.name}: {said}, {row.get('tokens_per_second') or 0:,} tokens/s; "
               f"{len(rows)} of {len(left)}, about {done.left / 60:.1f} min left", flush=True)  # fmt: skip
+
+
+def of_grids(names: str) -> list[LearningRun]:
+    """Returns the runs of grids whose names stand with commas between, each once; ValueError for other names."""
+    chosen: list[LearningRun] = []
+    for name in names.split(","):
+        if name not in GRIDS:
+            raise ValueError(f"a grid is one of {', '.join(GRIDS)}; got {name!r}")
+        chosen += GRIDS[name]
+    return list(dict.fromkeys(chosen))
+
+
+def _by_adamw(run: Run) -> LearningRun:
+    return LearningRun(**vars(run), optimizer="adamw")
+
+
+def expected(run: Run) -> float:
+    """Returns the seconds that a run is expected to take alone on an H200.
+
+    They follow from the fastest time of the variant at this context that is known, which had the least company; where
+    there is none, from `cost.guess`.
+    """
+    timed = found.read_table(TABLE.parent / "context_scaling" / SPEED)
+    own = (run.variant, run.context)
+    speeds = [row["tokens_per_second"] for row in [*found.read_table(TABLE), *timed]
+              if (row["variant"], row["context"]) == own and row.get("size") == run.size
+              and (row.get("compiled") or row.get("mode") == "compiled")]  # fmt: skip
+    return cost.OVERHEAD + run.tokens / max(speeds) if speeds else COMPILED * cost.guess(run)
+
+
+def company(workers: int, gpus: int) -> float:
+    """Returns the factor by which a run takes longer if several runs share its GPU."""
+    return max(1.0, 0.9 * workers / gpus)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    known = {run_of(row) for row in found.read_table(TABLE) if options.corpus_name in (None, row["corpus"])}
+    left = [run for run in of_grids(options.grids) if run not in known]
+    seconds = [expected(run) * company(options.workers, options.gpus) for run in left]
+    for run, each in zip(left, seconds, strict=True):
+        print(f"{each:6,.0f} s  {run.name}")
+    longest = max([sum(seconds) / options.workers, *seconds])
+    print(f"{len(left)} runs: {sum(seconds) / 60:,.0f} minutes of workers, at least {longest / 60:,.1f} minutes with "
+          f"{options.workers} workers on {options.gpus} GPUs")  # fmt: skip
 
 
 def _named(text: str) -> LearningRun:
@@ -180,15 +254,20 @@ def _named(text: str) -> LearningRun:
 
 
 def _merge(options: argparse.Namespace) -> None:
-    old, new = _rows(TABLE), [row for row in _rows(options.source / TABLE.name) if row["status"] != FAILED]
-    known = {(_run_of(row), row["corpus"], row["scale"]) for row in old}
-    added = [row for row in new if (_run_of(row), row["corpus"], row["scale"]) not in known]
-    rows = old + added
-    names = {(_run_of(row).name, row["corpus"]) for row in added}
-    positions = _rows(POSITIONS)
-    positions += [row for row in _rows(options.source / POSITIONS.name) if (row["run"], row["corpus"]) in names]
-    _write(RESULTS, rows, positions)
-    print(f"{len(added)} runs added")
+    """Adds finished rows, in place of earlier ones of the same runs."""
+    added = [row for row in found.read_table(options.source / TABLE.name) if row["status"] != FAILED]
+    known = {(run_of(row), row["corpus"], row["scale"]) for row in added}
+    old = found.read_table(TABLE)
+    rows = [row for row in old if (run_of(row), row["corpus"], row["scale"]) not in known] + added
+    names = {(run_of(row).name, row["corpus"]) for row in added}
+
+    def merged(read_table: Callable[[Path], list[dict[str, Any]]], file: Path) -> list[dict[str, Any]]:
+        kept = [row for row in read_table(file) if (row["run"], row["corpus"]) not in names]
+        new = read_table(options.source / file.name)
+        return kept + [row for row in new if (row["run"], row["corpus"]) in names]
+
+    _write(RESULTS, rows, merged(found.read_table, POSITIONS), merged(_use, USE))
+    print(f"{len(rows) - len(old)} runs added, {len(added) + len(old) - len(rows)} replaced")
 
 
 def with_controls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -204,21 +283,26 @@ def with_controls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"gate_softmax_loss": best.get(setting(row))} for row in rows]
 
 
-def _write(folder: Path, rows: list[dict[str, Any]], positions: list[dict[str, Any]]) -> None:
+def _write(
+    folder: Path, rows: list[dict[str, Any]], positions: list[dict[str, Any]], use: list[dict[str, Any]]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = sorted(with_controls(rows), key=lambda row: [str(row[name]) for name in KEY])
     bins = sorted({name for row in positions for name in row if name.isdecimal()}, key=int)
     columns = ("run", "corpus", "step", "evaluated_context", "documents", "held_out_loss", *bins)
     last = [row for row in positions if row["step"] == max(x["step"] for x in positions if x["run"] == row["run"])]
     write_results(folder / POSITIONS.name, [{name: row.get(name) for name in columns} for row in last])
+    if use:
+        write(folder / USE.name, use)
     write_results(folder / TABLE.name, [{name: row.get(name) for name in COLUMNS} for row in rows])
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return read_rows(file, texts=("commit", "corpus")) if file.is_file() else []
+def _use(file: Path) -> list[dict[str, Any]]:
+    return read(file) if file.is_file() else []
 
 
-def _run_of(row: dict[str, Any]) -> LearningRun:
+def run_of(row: dict[str, Any]) -> LearningRun:
+    """Returns the run of a row."""
     return LearningRun(**{name: row[name] for name in KEY})
 
 

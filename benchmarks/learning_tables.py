@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
+from benchmarks.bigram import not_learned
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -18,40 +19,104 @@ LABELS = {
     "power_delta": "delta rule, p = 2",
     "power": "power attention, p = 2",
     "window": "window of 1,024 tokens",
+    "based": "Based: Taylor map and windows of 64 in turn",
     "hybrid_delta_gate": "five layers delta rule, one softmax, gate",
     "hybrid_power_gate": "five layers power, one softmax, gate",
     "hybrid_window_gate": "five layers window, one softmax, gate",
+    "window+window=2112": "window of 2,112 tokens",
+    "window+window=512": "window of 512 tokens",
+    "window32": "window of 32 tokens",
+    "hybrid_window+p=1": "p = 1 and window of 512, in turns",
+    "power+p=1": "power attention, p = 1",
+    "gated_delta_net": "Gated DeltaNet",
+    "rwkv7": "RWKV-7",
 }
+# Models of the papers' claims, whose tables have the lowest loss over positions too: the "best-context loss" of [SCRA].
+PAPERS = {
+    "softmax": "softmax attention",
+    "window": "window of 1,024 tokens",
+    "power": "power attention, p = 2",
+    "body_softmax": "softmax attention, body of RWKV-7",
+    "body_linear": "linear attention, gate, body of RWKV-7",
+    "body_power": "power attention, p = 2, body of RWKV-7",
+    "body_window": "window of 1,024 tokens, body of RWKV-7",
+    "body_window32": "window of 32 tokens, body of RWKV-7",
+    "published_p2": "p = 2, no gate",
+    "published_p2_gated": "p = 2, gate",
+    "conformal_p2": "p = 2, gate and learned rotation",
+}
+
+SIZES = {None: "", "tiny": ", tiny", "small": ", 85M block"}  # of the shape, behind the label
 
 
 def learning_table(rows: Sequence[Row]) -> str:
     """Returns a row for each setting, variant and optimizer: the best rate, its loss, and the ratio to the control.
 
     The best rate is the one with the lowest mean loss among those with the most seeds. The ratio is the mean over the
-    seeds that the control has at its best rate, too, with the lowest and the highest. Then follows `search_table`.
+    seeds that the control has at its best rate, too, with the lowest and the highest. There is a table for each corpus.
+    Then follow `search_table` and `papers_table`.
     """
     every, rows = rows, [row for row in rows if row["status"] == "done" and row["variant"] in LABELS]
+    corpora = group(rows, "corpus")
+    parts = []
+    for (corpus,), same in sorted(corpora.items()):
+        parts += [f"Corpus: {corpus}."] if len(corpora) > 1 else []
+        parts.append(_of_corpus(same))
+    return "\n\n".join([*parts, _about(rows), search_table(every), papers_table(every)])
+
+
+def _of_corpus(rows: Sequence[Row]) -> str:
     heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"
     lines = [f"| {heading} |"]
     lines.append("|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
-    for (context, tokens, optimizer), same in sorted(group(rows, "context", "tokens", "optimizer").items()):
-        best = {variant: _best(own) for (variant,), own in group(same, "variant").items()}
+    settings = group(rows, "size", "context", "tokens", "optimizer")
+    for (size, context, tokens, optimizer), same in sorted(
+        settings.items(), key=lambda item: (item[0][0] or "", *item[0][1:])
+    ):
+        best = {variant: best_rows(own) for (variant,), own in group(same, "variant").items()}
         for variant, label in LABELS.items():
             if variant not in best:
                 continue
             own = best[variant]
             rates = sorted({row["learning_rate"] for row in same if row["variant"] == variant})
-            cells = [f"{context:,}", f"{tokens / 1e6:.0f}M", label, optimizer, f"{own[0]['learning_rate']:g}",
-                     str(len(own)), f"{mean(row['held_out_loss'] for row in own):.3f}",
+            cells = [f"{context:,}", f"{tokens / 1e6:,.0f}M", label + SIZES[size], optimizer,
+                     f"{own[0]['learning_rate']:g}", str(len(own)), marked(mean(row['held_out_loss'] for row in own)),
                      _ratio(own, best.get(CONTROL, [])), f"{mean(row['gain'] for row in own):.2f}",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _about(rows), "", search_table(every)])
+    return "\n".join(lines)
+
+
+def papers_table(rows: Sequence[Row]) -> str:
+    """Returns a row for each setting and model of the papers trained with Muon: the mean over the seeds, and the range.
+
+    A setting with a single model of the papers is left out.
+    """
+    rows = [row for row in rows if row["status"] == "done" and row["optimizer"] == "muon" and row["variant"] in PAPERS]
+    lines = ["| context | tokens | model | rate | seeds | loss | best-context loss | gain |"]
+    lines.append("|---:|---:|---|---:|---:|---:|---:|---:|")
+    for (tokens, context), same in sorted(group(rows, "tokens", "context").items()):
+        found = group(same, "variant")
+        for variant, label in PAPERS.items():
+            if (variant,) in found and (len(found) > 1 or variant == "softmax"):
+                own = best_rows(found[variant,])
+                cells = [f"{context:,}", f"{tokens / 1e6:.0f}M", label, f"{own[0]['learning_rate']:g}", str(len(own))]
+                cells += [_range([row[name] for row in own]) for name in ("held_out_loss", "best_loss", "gain")]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[float | None]) -> str:
+    """Writes the mean, the least and the largest value."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return f"{mean(known):.3f}" + (f" [{min(known):.3f}, {max(known):.3f}]" if len(known) > 1 else "")
 
 
 def search_table(rows: Sequence[Row]) -> str:
     """Returns a row for each option that was tried on the delta rule: its loss, less that without the option."""
-    rows = [row for row in rows if row["status"] == "done"]
+    rows = [row for row in rows if row["status"] == "done" and not row["size"]]
     base = {(row["context"], row["tokens"], row["learning_rate"], row["seed"]): row["held_out_loss"]
             for row in rows if row["variant"] == "power_delta" and row["optimizer"] == "muon"}  # fmt: skip
     lines = ["| change | context | tokens | rate | seed | loss | less that of the delta rule |"]
@@ -73,7 +138,12 @@ def search_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _best(rows: Sequence[Row]) -> list[Row]:
+def marked(loss: float) -> str:
+    """Returns a loss, with a mark if a model of bigrams has a lower one."""
+    return f"{loss:.3f}" + (" (not learned)" if loss > not_learned() else "")
+
+
+def best_rows(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows of the best rate."""
     by_rate = list(group(rows, "learning_rate").values())
     most = max(len(each) for each in by_rate)

@@ -10,6 +10,7 @@ from sympow.recall.figures import SOLVED
 from sympow.recall.results import Row, chosen, group
 
 BASE = "attention"
+CONVOLVED = "attention after convolution"
 CONVOLUTIONS = ("BaseConv", "Hyena", "H3")
 ALL = 0.99  # a cell is solved
 RECALLED = 0.9  # an accuracy at which a convolution recalls
@@ -42,9 +43,24 @@ def seeds_table(rows: Sequence[Row]) -> str:
     lines.append("|---|---:|" + "---:|" * len(lengths))
     lines.append(f"| guessing, 1/D | | {' | '.join(f'{1 / d:.1%}' for _, d in lengths)} |")
     for label, width in dict.fromkeys((row["label"], row["width"]) for row in rows):
-        written = [_cell(cells.get((label, width, n), []), d) for n, d in lengths]
+        written = [_cell(cells.get((label, width, n, d), []), d) for n, d in lengths]
         lines.append(f"| {label} | {width} | {' | '.join(written)} |")
     return "\n".join([*lines, "", _about(rows)])
+
+
+def deep_table(rows: Sequence[Row]) -> str:
+    """Returns `seeds_table`, and the judgement of Claim 1 for each depth. Labels end with the depth.
+
+    The baseline of the judgement is attention after a short convolution, because attention with learned positions may
+    need more steps than the runs have.
+    """
+    claims = []
+    for (layers,), same in sorted(group(rows, "layers").items()):
+        labels = [row["label"].partition(",")[0] for row in same]
+        known = [{**row, "label": label} for row, label in zip(same, labels, strict=True) if label != BASE]
+        found = claim_1([row | {"label": BASE} if row["label"] == CONVOLVED else row for row in known])
+        claims.append(f"With {layers} layers: {found}")
+    return "\n\n".join([seeds_table(rows), *claims])
 
 
 def convolutions_table(rows: Sequence[Row]) -> str:
@@ -68,7 +84,7 @@ def claim_1(rows: Sequence[Row]) -> str:
     """
     trained = {int(task.split()[1].partition(":")[0]) for row in rows for task in row["train"].split(" + ")}
     cells = {key: found for key, found in _cells(rows).items() if key[2] in trained}
-    base = {key[1:]: mean(found) for key, found in cells.items() if key[0] == BASE}
+    base = {key[1:3]: mean(found) for key, found in cells.items() if key[0] == BASE}
     below = [f"N {length}, d {width}" for (width, length), found in sorted(base.items()) if found < ALL]
     if below:
         return (f"Claim 1: attention is below {ALL:.0%} at {'; '.join(below)}. A baseline that failed to train "
@@ -77,7 +93,7 @@ def claim_1(rows: Sequence[Row]) -> str:
     pairs = {row["length"]: row["pairs"] for row in rows}
     grows = []
     for label in [name for name in CONVOLUTIONS if any(key[0] == name for key in cells)]:
-        own = {key[1:]: mean(found) for key, found in cells.items() if key[0] == label}
+        own = {key[1:3]: mean(found) for key, found in cells.items() if key[0] == label}
         widths = sorted({width for width, _ in own})
         need = {n: next((w for w in widths if own.get((w, n), 0) >= RECALLED), None) for n in sorted(trained)}
         above = [(w, n) for (w, n), found in sorted(own.items()) if found > 1 / pairs[n] + NOISE]
@@ -139,12 +155,14 @@ def _kib(row: Row) -> int:
     return 1 << round(math.log2(row["state_bytes"] / 1024))
 
 
-def _cells(rows: Sequence[Row]) -> dict[tuple[str, int, int], list[float]]:
-    """Returns the test accuracies of the seeds, by label, width and length, at the best learning rate in validation."""
-    return {
-        (label, width, length): [row["test_accuracy"] for row in same]
-        for (label, width, length), same in group(chosen(rows), "label", "width", "length").items()
-    }
+def _cells(rows: Sequence[Row]) -> dict[tuple[str, int, int, int], list[float]]:
+    """Returns the test accuracies of the seeds at the best learning rate in validation.
+
+    Keys are the label, the width, the length and the number of pairs.
+    """
+    columns = ("label", "width", "length", "pairs")
+    return {key: [row["test_accuracy"] for row in same]  # type: ignore[misc]
+            for key, same in group(chosen(rows), *columns).items()}  # fmt: skip
 
 
 def _cell(seeds: Sequence[float], pairs: int) -> str:

@@ -271,34 +271,41 @@ def _order(row: dict) -> tuple:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draws throughput against context, forward and with the backward, of ours and of the peers, gated, p = 2."""
+    """Draws throughput against context with the backward, of ours and of the peers, gated, p = 2.
+
+    There is a panel for each K of 64 and more that was measured at three lengths, or for the K of a CPU. Peers that
+    compute another function than softmax attention or ours are left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(MODES), figsize=(10, 4), sharey=True)
-    key_dim = rows[0]["K"] if rows[0]["device"] == "cpu" else 64
+    some = [row for row in rows if row["p"] == 2 and row["gated"] and row["mode"] == "forward+backward"
+            and (row["K"] >= 64 or row["device"] == "cpu") and "linear" not in row["peer"]]  # fmt: skip
+    shapes: dict[tuple[int, ...], list[dict]] = {}
+    for row in some:
+        shapes.setdefault((row["K"], row["B"], row["H"], row["G"]), []).append(row)
+    shapes = {shape: own for shape, own in shapes.items() if len({row["T"] for row in own}) > 2}
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(10, 4), sharey=True, squeeze=False)
     colors: dict[str, str] = {}
-    for axis, mode in zip(axes, MODES, strict=True):
-        alike = (mode, key_dim, 2, rows[0]["H"], True)
-        some = [r for r in rows if (r["mode"], r["K"], r["p"], r["G"], r["gated"]) == alike]
+    for axis, ((key_dim, batch, heads, groups), own) in zip(axes.flat, sorted(shapes.items()), strict=True):
         # Of several measurements of our own, as of runs with other peers, the first one counts.
-        lines = {"sympow, p = 2": {r["T"]: r["B"] * r["T"] / r["ms"] * 1e3 for r in reversed(some)}}
-        for row in some:
+        lines = {"sympow, p = 2": {r["T"]: r["B"] * r["T"] / r["ms"] * 1e3 for r in reversed(own)}}
+        for row in own:
             lines.setdefault(row["peer"], {})[row["T"]] = row["B"] * row["T"] / row["peer_ms"] * 1e3
         for name, points in lines.items():
             color = colors.setdefault(name, f"C{len(colors)}")
             axis.loglog(list(points), list(points.values()), marker="o", label=name, color=color)
-        title = {"forward": "forward", "forward+backward": "forward and backward"}[mode]
-        axis.set(title=title, xlabel="tokens of context", ylabel="tokens a second" if axis is axes[0] else "")
-        times = sorted({row["T"] for row in some})
+        axis.set(title=f"K = V = {key_dim}: B {batch}, H {heads}, G {groups}", xlabel="tokens of context")
+        times = sorted({row["T"] for row in own})
         axis.set_xticks(times, [f"{time:,}" for time in times])
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} million")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"{rows[0]['processor']}, K = V = {key_dim}, H {rows[0]['H']}, gated, {rows[0]['dtype']}")
+        axis.legend(fontsize=9)
+    axes[0, 0].set_ylabel("tokens a second")
+    figure.suptitle(f"{rows[0]['processor']}, forward and backward, gated, {rows[0]['dtype']}")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

@@ -1,7 +1,9 @@
 """Writes the tables of docs from committed results: `python -m benchmarks.tables`. `--check` only compares. `--stale`
 lists the results whose code has changed since they were measured.
 
-A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results.
+A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results, or
+one of `benchmarks.context_tables`. A line below it names the files whose code has changed since. This line alone is
+between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages whose tables other programs write.
 """
 
 from __future__ import annotations
@@ -9,14 +11,22 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmarks import context_tables
 from benchmarks.code_hash import PARTS, code_hash
 from benchmarks.learning_tables import learning_table
 from benchmarks.measure import read
-from benchmarks.mqar_tables import convolutions_table, equal_state_table, heads_table, seeds_table, widths_table
+from benchmarks.mqar_tables import (
+    convolutions_table,
+    deep_table,
+    equal_state_table,
+    heads_table,
+    seeds_table,
+    widths_table,
+)
 from benchmarks.prose import wrapped
 from benchmarks.serving_tables import load_table, serving_table
 from sympow.recall.results import read_results
@@ -24,11 +34,12 @@ from sympow.recall.results import read_results
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("guides/context-files.md", "guides/generation.md", "guides/mqar.md", "guides/serving.md",
-         "guides/transformers.md", "results/chunks.md", "results/learning.md", "results/speed.md",
-         "results/training.md")  # fmt: skip
+         "guides/transformers.md", "results/chunks.md", "results/context-scaling.md", "results/learning.md",
+         "results/speed.md", "results/training.md")  # fmt: skip
+OTHERS = ("results/ar-hits.md", "results/conversion.md")  # tables of other programs
 MISSING = "Not measured yet."
 LONG_TEXT_FROM = 1024  # the first end of a range of positions in the table of long text
-PAGES = [ROOT / "docs" / name for name in NAMES]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAMES)]
 
 
 def measured_on(rows: Sequence[dict]) -> str:
@@ -192,15 +203,17 @@ def chunks_table(rows: list[dict]) -> str:
     shape = f"H {row['H']}, {gate}, {row['dtype']}, {measured_on(rows)}"
     taken = ""
     if choices:
-        spread = f"{min(calls):.3f}x to {max(calls):.3f}x, median {median(calls):.3f}x"
-        taken = f' The form "auto" takes, by name: at most {max(choices):.3f}x the fastest; "auto" over it: {spread}.'
+        taken = (
+            f' The form "auto" takes, by name: at most {max(choices):.3f} times the fastest. "auto" takes '
+            f"{min(calls):.3f} to {max(calls):.3f} times the time of that form, median {median(calls):.3f}."
+        )
     return "\n".join([*lines, "", f"{shape}.{taken}"])
 
 
 def training_table(rows: list[dict]) -> str:
     """Returns a row for each context, mixer and way to run it."""
-    names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "over softmax",
-             "over one GPU")  # fmt: skip
+    names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "rate times softmax",
+             "times one GPU")  # fmt: skip
     lines = [f"| {' | '.join(names)} |"]
     lines.append("|---|---:|---|---|" + "---:|" * 6)
     for row in rows:
@@ -284,6 +297,9 @@ TABLES = {
     "chunks_h200.csv": chunks_table,
     "chunks_no_gate_h200.csv": chunks_table,
     "mqar_hybrids_h200.csv": seeds_table,
+    "mqar_hybrids_mixed_gpu.csv": seeds_table,
+    "mqar_deep_gpu.csv": deep_table,
+    "mqar_pairs_gpu.csv": seeds_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
     "mqar_far_h200.csv": seeds_table,
@@ -307,11 +323,20 @@ TABLES = {
 
 
 def of_results(name: str) -> str:
-    """Returns the table of a file of results; a sentence where there is none yet."""
-    path = RESULTS / name
-    if not path.is_file():
+    """Returns the table of a name; a sentence where there is none yet. Below it, which of its files are stale."""
+    if name in context_tables.TABLES:
+        text, sources = context_tables.TABLES[name](RESULTS), context_tables.SOURCES[name]
+    elif (path := RESULTS / name).is_file():
+        text, sources = TABLES[name](read_results(path) if name.startswith("mqar") else read(path)), (name,)
+    else:
         return MISSING
-    return TABLES[name](read_results(path) if name.startswith("mqar") else read(path))
+    return "\n\n".join(filter(None, [text, stale_line(sources)]))
+
+
+def stale_line(names: Sequence[str]) -> str:
+    """Returns a line that names the stale files among some; "" if there is none."""
+    late = [f"`{name}`" for name in sorted(names) if next(stale_commits(RESULTS / name), None)]
+    return f"Stale, measured with earlier code: {', '.join(late)}." if late else ""
 
 
 def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
@@ -323,17 +348,36 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
     return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
 
 
+def with_stale_lines(text: str) -> str:
+    """Returns `text` with the lines that name stale files written anew."""
+
+    def written(match: re.Match) -> str:
+        names = [path.relative_to(RESULTS).as_posix() for path in RESULTS.glob(match[1])]
+        return f"<!-- stale: {match[1]} -->\n{wrapped(stale_line(names))}\n<!-- end -->"
+
+    return re.sub(r"<!-- stale: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
+
+
 def stale(path: Path) -> list[str]:
-    """Returns the commits of rows whose code has changed since the measurement. A row contains the hash of its code.
-    For a row without a hash, the hash of the code at its commit is used. Rows of a commit that git does not know are
-    stale. Rows that name neither a commit nor a hash are left out."""
+    """Returns the commits of rows whose code has changed since the measurement, sorted."""
+    return sorted(set(stale_commits(path)))
+
+
+def stale_commits(path: Path) -> Iterator[str]:
+    """Yields the commit of each kind of row whose code has changed since the measurement.
+
+    A row contains the hash of its code. For a row without a hash, the hash of the code at its commit is used. Rows of a
+    commit that git does not know are stale. Rows that name neither a commit nor a hash are left out.
+    """
     named = "cpu" if path.stem.endswith("_cpu") else "cuda"
     runs = {
         (row.get("commit") or "unknown", row.get("code"), PARTS[_device(row.get("processor")) or named])
-        for row in read(path)
+        for row in (read(path) if path.is_file() else [])
         if row.get("commit") or row.get("code")
     }
-    return sorted({commit for commit, code, part in runs if (code or code_hash(part, commit)) != code_hash(part)})
+    for commit, code, part in sorted(runs, key=str):
+        if (code or code_hash(part, commit)) != code_hash(part):
+            yield commit
 
 
 def _device(processor: str | None) -> str | None:
@@ -360,12 +404,14 @@ def main() -> int:
     if args.stale:
         return int(print_stale() > 0)
     late = 0
-    for page in PAGES:
+    for page in [*PAGES, *(ROOT / "docs" / name for name in OTHERS)]:
         old = page.read_text()
-        new = with_tables(old)
+        new = with_tables(old) if page in PAGES else with_stale_lines(old)
         late += new != old
         if not args.check:
             page.write_text(new)
+    if not args.check:
+        context_tables.draw_all(RESULTS, ROOT / "docs" / "results")
     return int(args.check and late > 0)
 
 

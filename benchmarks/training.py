@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.measure import measured, read, write
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
+from sympow.recipes.scaling import CONFORMAL, PUBLISHED, UNGATED
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.config import OPTIMIZERS
 from sympow.training.optimizer import make_optimizer
@@ -43,6 +44,9 @@ MIXERS = {
     "power": MixerConfig("power"),
     "power-fixed": MixerConfig("power", {"rotation": "fixed"}),
     "power-plain": MixerConfig("power", {"short_convolution": 0, "head_norm": False, "output_gate": False}),
+    # [CST], appendix A.5: what a gate and a learned rotation cost.
+    "power-published": MixerConfig("power", PUBLISHED | UNGATED),
+    "power-conformal": MixerConfig("power", PUBLISHED | CONFORMAL),
 }
 MODES = {
     "eager": ExecutionConfig(),

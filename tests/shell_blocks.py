@@ -19,7 +19,7 @@ from sympow.cli import main, parse
 
 _STEPS = "training.steps=2 training.warmup_steps=1 training.context=32 training.evaluation_batches=1"
 _RECALL = (
-    "width=32 batch_size=8 examples=24 validation_examples=6 test_examples=6 epochs=1 validations=1 learning_rate=1e-3 "
+    "width=32 batch_size=8 examples=32 validation_examples=6 test_examples=6 epochs=1 validations=1 learning_rate=1e-3 "
     "seed=0 precision=float32"
 )
 _ONE_TASK = "train.0.length=32 train.0.pairs=2"  # which makes runs of a sweep that differ in this alone one run
@@ -55,11 +55,12 @@ SMALLER = {
     "sympow doc-corpus": "--source debs --vocab-size 300",
     "sympow doc-corpus --tokenizer": "--source debs",
     "python -m benchmarks.context_files": "--read 32 --predicted 4 --rows 1",
-    "python -m benchmarks.context_scaling subset": "--rows 2",
+    "python -m benchmarks.subset": "--rows 2",
     "python -m benchmarks.conversion measure": "--context 32 --rows 2 --passkey 150 --positions 48 --position-rows 2",
     "python -m benchmarks.conversion_decoding": "--shape tiny --contexts 1100 --batch 1 --tokens 1 --threads 1",
     "python -m benchmarks.mqar": f"{_RECALL} --jobs 1",
     "python -m benchmarks.mqar mqar:hybrids": f"{_RECALL} {_ONE_TASK} --jobs 1",
+    "python -m benchmarks.mqar mqar:pairs": f"{_RECALL} --only architecture.label=RetNet --jobs 1",
     "python -m benchmarks.powers": "--shapes 2,4,4,1 --times 32 --chunks 8 --threads 1",
     "python -m benchmarks.training": "--device cpu --preset nano --vocabulary 29 --contexts 32 --tokens 32 --steps 1 "
     "--modes eager",
@@ -98,8 +99,11 @@ NOT_RUN = {
     "python -m benchmarks.ar_hits": "trains in processes of its own and reports on all of them: "
     "tests/benchmarks/test_ar_hits.py",
     "python -m benchmarks.learning": "trains in processes of its own: tests/benchmarks/test_learning.py",
-    "python -m benchmarks.context_scaling": "trains in processes of its own and reports on all of them: "
+    "python -m benchmarks.context_scaling": "reads committed results or times a GPU: "
     "tests/benchmarks/test_context_scaling.py",
+    "python -m benchmarks.context_use": "measures a trained model: tests/benchmarks/test_context_use.py",
+    "python -m benchmarks.tables": "writes the pages: tests/benchmarks/test_ops.py",
+    "python -m benchmarks.mqar mqar:deep": "trains rows of 512 tokens: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/cli/test_recipes.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",

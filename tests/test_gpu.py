@@ -17,15 +17,17 @@ def test_passed_tests_are_left_out(tmp_path, monkeypatch, capfd):
     record, file = tmp_path / "passed.csv", tmp_path / "test_some.py"
     gpu.write(record, [{"code": "0" * 12, "processor": "GPU", "test": "test_some.py::test_of_other_code"}])
     file.write_text("def test_a(): pass\ndef test_b(): assert not 'ready'\ndef test_of_other_code(): pass\n")
-    monkeypatch.setattr("sys.argv", ["gpu", str(file), "--record", str(record)])
+    monkeypatch.setattr("sys.argv", ["gpu", str(file), "--record", str(record), "--line", str(tmp_path / "line")])
     assert gpu.main() == 1
     assert lines(record) == ["test_a", "test_of_other_code"]
+    assert (tmp_path / "line").read_text().splitlines()[1] == f"{code_hash()},CPU,2,some"
     assert "1 failed, 2 passed" in capfd.readouterr().out
     file.write_text(file.read_text().replace("not 'ready'", "'ready'"))
     assert gpu.main() == 0
     assert lines(record) == ["test_a", "test_b", "test_of_other_code"]
     assert "1 passed, 2 deselected" in capfd.readouterr().out
     assert gpu.main() == 0, "no test is left"
+    assert (tmp_path / "line").read_text() == f"code,processor,passed,left\n{code_hash()},CPU,3,none\n"
 
 
 def test_time_runs_out(tmp_path, monkeypatch, capfd):
@@ -38,7 +40,7 @@ def test_time_runs_out(tmp_path, monkeypatch, capfd):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", stopped)
-    monkeypatch.setattr("sys.argv", ["gpu", "--record", str(record), "--minutes", "8"])
+    monkeypatch.setattr("sys.argv", ["gpu", "--record", str(record), "--minutes", "8", "--line", str(tmp_path / "x")])
     assert gpu.main() == gpu.OUT_OF_TIME
     assert lines(record) == ["test_a"]
     assert "1 tests have passed" in capfd.readouterr().out

@@ -66,9 +66,9 @@ MAY_IMPORT = {
     "__init__": {"ops", "layers", "models"},
 }
 # Optional or heavy: imported where they are used, never when a part of the package is imported.
-LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "peft", "prometheus_client", "pyarrow",
-        "pydantic", "safetensors", "starlette", "submitit", "tensorboard", "tokenizers", "tqdm", "transformers",
-        "triton", "uvicorn", "vllm", "zarr"]  # fmt: skip
+LAZY = ["datasets", "fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "peft", "prometheus_client",
+        "pyarrow", "pydantic", "safetensors", "starlette", "submitit", "tensorboard", "tokenizers", "tqdm",
+        "transformers", "triton", "uvicorn", "vllm", "zarr"]  # fmt: skip
 
 
 def part(path: Path) -> str:

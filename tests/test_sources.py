@@ -22,7 +22,7 @@ NUMBERS = {
     "[SCRA]": numbered("Figure", 1, 10) | numbered("Table", 1, 5) | numbered("Algorithm", 1, 2)
     | {"Lemma 4.1", "Lemma 4.2"},
     "[ZOO]": numbered("Figure", 1, 11) | numbered("Table", 1, 16) | numbered("Algorithm", 1, 11)
-    | {f"H.{number}" for number in range(1, 39)}
+    | numbered("Listing", 1, 2) | {f"H.{number}" for number in range(1, 39)}
     | {"Definition 3.1", "Definition 4.1", "Theorem 4.2", "Proposition 4.3", "Theorem 4.4", "Theorem 4.5"},
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.context_scaling.figures import finish, panels
 from benchmarks.context_scaling.paired import interval
 from benchmarks.prose import wrapped
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
@@ -53,6 +52,7 @@ LABELS = {
     "control_learned_row": "BaseConv, learned selection of the row, control",
     "control_full": "BaseConv, two softmax layers, control",
 }
+CLOSED = "control_base_conv", "control_attention"  # the ends of the gap that hybrids close
 LEAST = 100  # tokens of a point of a curve
 MISSING = "Not measured yet."
 _NO_ROWS: Tables = {"run": [], "slices": [], "curves": []}
@@ -63,14 +63,15 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
 
     Args:
         corpora: the tables of the runs on each corpus, by the name that marks and figures use.
-        compared: the tables of the comparison with brute force.
+        compared: the tables of the comparison with brute force, and the hits by source.
     """
     makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of,
-              "distances": distances_table}  # fmt: skip
+              "distances": distances_table, "closed": closed_table}  # fmt: skip
 
     def written(match: re.Match[str]) -> str:
         name, _, corpus = match[1].partition(" ")
-        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else exact_table(compared)
+        alone = {"exact": exact_table, "sources": sources_table}
+        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
         return f"<!-- table: {match[1]} -->\n{wrapped(text)}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
@@ -86,11 +87,16 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
 
 
 def at_best_rates(tables: Tables) -> Tables:
-    """Returns the rows of the learning rate with the lowest mean held-out loss over the seeds, of every recipe."""
+    """Returns the rows of the learning rate with the lowest mean held-out loss over the seeds, of every recipe.
+
+    Only the rates with the most seeds are compared.
+    """
     best = {}
     for (recipe,), same in group(tables["run"], "recipe").items():
         rates = group(same, "learning_rate")
-        best[recipe] = min(rates, key=lambda rate: mean(row["held_out_loss"] for row in rates[rate]))[0]
+        best[recipe] = min(rates, key=lambda rate: (-len(rates[rate]), mean(r["held_out_loss"] for r in rates[rate])))[
+            0
+        ]
     return {name: [row for row in rows if row["learning_rate"] == best.get(row["recipe"])]
             for name, rows in tables.items()}  # fmt: skip
 
@@ -131,6 +137,40 @@ def _closed(least: list[float], most: list[float], own: list[float]) -> str:
     whole = (mean(least) - mean(own)) / (mean(least) - mean(most))
     said, low, high = (f"{round(100 * share)}%" for share in (whole, min(shares), max(shares)))
     return f"{mean(own):.3f} ({said} [{low}, {high}])"
+
+
+def closed_table(tables: Tables) -> str:
+    """Returns a row for each hybrid of the controls: the share of the gap from BaseConv to attention that it closes.
+
+    The 95% intervals come from the bootstrap over seeds and documents.
+    """
+    arrays = {recipe: _arrays(tables, recipe) for recipe in _recipes(tables)}
+    hybrids = [name for name in arrays if name.startswith("control_") and name not in CLOSED]
+    lines = ["| model | seeds | of all tokens | of AR hits |", "|---|---:|---:|---:|"]
+    for name in hybrids:
+        seeds = sorted(seed for seed in arrays[name] if all(seed in arrays.get(end, {}) for end in CLOSED))
+        if seeds:
+            nats = [np.stack([arrays[each][seed][1] for seed in seeds]) for each in (*CLOSED, name)]
+            closed = [_closed_share(*(losses.sum(-1) for losses in nats))]
+            closed.append(_closed_share(*(losses[..., PARTS.index("hits")] for losses in nats)))
+            lines.append(f"| {LABELS[name]} | {len(seeds)} | {' | '.join(closed)} |")
+    return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+def _closed_share(least: np.ndarray, most: np.ndarray, own: np.ndarray) -> str:
+    """Writes the share of the gap from `least` to `most` that `own` closes, all summed losses [seeds, documents]."""
+    rng, draws = np.random.default_rng(0), 2000
+    seeds, documents = (rng.multinomial(n, [1 / n] * n, draws).astype(float) for n in own.shape)
+
+    def share(by_seed: np.ndarray, by_document: np.ndarray) -> np.ndarray:
+        gaps = [np.einsum("br,bn,rn->b", by_seed, by_document, least - other) for other in (own, most)]
+        return gaps[0] / gaps[1]
+
+    if least.sum() <= most.sum():
+        return "no gap"
+    (whole,) = share(np.ones((1, own.shape[0])), np.ones((1, own.shape[1])))
+    low, high = np.quantile(share(seeds, documents), (0.025, 0.975))
+    return f"{whole:.0%} [{low:.0%}, {high:.0%}]"
 
 
 def losses_table(tables: Tables) -> str:
@@ -200,6 +240,15 @@ def exact_table(tables: Tables) -> str:
     )
 
 
+def sources_table(tables: Tables) -> str:
+    """Returns a row for each source of a corpus: its repeated bigrams in a sequence, and their power law."""
+    lines = ["| source | sequences | repeated bigrams in a sequence | power of the distance |", "|---|---:|---:|---:|"]
+    for (source,), same in group(tables.get("sources", []), "source").items():
+        hits = sum(row["hits"] for row in same) / same[0]["sequences"]
+        lines.append(f"| {source} | {same[0]['sequences']:,} | {hits:.0f} | {-same[0]['exponent']:.2f} |")
+    return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
 def about(tables: Tables) -> str:
     """Returns what the runs have in common."""
     if not tables["run"]:
@@ -252,7 +301,15 @@ def curves(tables: Tables) -> Any:
     axes[3].set_ylabel("AR hits a token and distance")
     for axis in axes[:3]:
         axis.set_ylabel("held-out loss (nats a token)")
+    figure.suptitle(_of_runs(tables), fontsize=10)
     return finish(figure, axes)
+
+
+def _of_runs(tables: Tables) -> str:
+    """Returns the tokens of training and the number of seeds of the models."""
+    rows = at_best_rates(tables)["run"]
+    tokens = sorted({f"{row['tokens'] / 1e6:.0f}M" for row in rows if row["recipe"] == BASES[0]})
+    return f"{', '.join(tokens)} tokens of training, {len({row['seed'] for row in rows})} seeds"
 
 
 def shares_figure(tables: Tables) -> Any:
@@ -272,6 +329,7 @@ def shares_figure(tables: Tables) -> Any:
     axis.invert_yaxis()
     axis.axvline(0, color="0.35", linewidth=1)
     axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
+    figure.suptitle(_of_runs(tables), fontsize=10)
     return finish(figure, axes)
 
 
@@ -318,3 +376,28 @@ def _style(n: int, recipe: str) -> dict[str, Any]:
 
 def _nats(share: Share) -> str:
     return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"
+
+
+def panels(count: int, size: tuple[float, float] = (4, 3.6)) -> tuple[Any, list[Any]]:
+    """Returns a figure with panels, two in a row at most, so that it can be read on a page."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
+    columns = min(2, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns + 2.4, size[1] * lines), dpi=130, layout="constrained")
+    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+
+
+def finish(figure: Any, axes: Sequence[Any], legend: bool = True) -> Any:
+    """Adds a grid, and one legend for all panels beside them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    if legend:
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    return figure

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.context_scaling.data import Documents, read_data
-from benchmarks.context_scaling.work import choose_gpu, fast_attention
+from benchmarks.context_scaling.work import choose_gpu, fast_attention, not_compiled
 from benchmarks.measure import commit, processor
 from sympow.data import Batches
 from sympow.evaluation import BigramCounts, HitLosses, count_bigrams, hit_losses
@@ -68,19 +68,20 @@ def kind(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Describes how jobs are done: the corpus and its vocabulary, the device, whether runs are tiny, for a test, and
-    changes of every config."""
+    """Describes how jobs are done: the corpus and its vocabulary, the device, whether runs are tiny, for a test,
+    changes of every config, and the number of training documents (None: all of the corpus)."""
 
     corpus: Path
     vocab_size: int
     device: str
     toy: bool = False
     changes: tuple[str, ...] = ()
+    rows: int | None = None
 
     def prepare(self, worker: int) -> Callable[[Job], dict[str, Any]]:
         """Returns a function that does a job. Reads the documents and counts their bigrams once."""
         choose_gpu(self.device, worker)
-        documents = read_data(self._config(Job(RECIPES[0], 0, RATE)).data)
+        documents = read_data(self._config(Job(RECIPES[0], 0, RATE)).data, self.rows)
         counts = count_bigrams(documents.train, documents.train.vocab_size)
         about = {"counted_tokens": counts.tokens, "processor": processor(self.device), "torch": torch.__version__,
                  "commit": commit(),
@@ -98,7 +99,8 @@ class Trainer:
         batches = Batches(documents.train, settings.context, settings.rows_per_pass, settings.seed, pack=False)
         found: dict[str, Any] = {}
 
-        def observe(model: LanguageModel, step: int) -> None:
+        def observe(trained: LanguageModel, step: int) -> None:
+            model = not_compiled(trained) if config.execution.compile else trained
             # Windows of `context` tokens, which fill the documents.
             context = settings.context - 1
             rows = 16 if self.toy else int(documents.held_out.lengths.sum())
@@ -106,6 +108,8 @@ class Trainer:
                 found["losses"] = hit_losses(model, documents.held_out, counts, context, rows)
             found["parameters"] = model.num_parameters()
 
+        if config.execution.compile:  # compiled code of earlier runs would count towards the limit of recompilations
+            torch.compiler.reset()
         with tempfile.TemporaryDirectory() as folder, fast_attention(self.device):
             train(config, batches, folder, observe=observe, quiet=True)
             metrics = read_metrics(folder)

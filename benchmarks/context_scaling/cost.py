@@ -10,6 +10,7 @@ OVERHEAD = 15.0  # seconds of a run that are not training: its model, its evalua
 # of attention in the quadratic form of power attention, which p > 2 takes in training.
 TOKEN, SOFTMAX, QUADRATIC = 1.1e-6, 3.5e-11, 1.0e-10
 STATE = 3e-7  # of a mixer with a state, whatever the context
+DELTA = 1.6e-6  # of the delta rule
 SEQUENTIAL = 4e-6  # of the mixers whose kernels take turns with plain torch
 
 
@@ -31,6 +32,8 @@ def _mixing(run: Run, name: str, options: dict) -> float:
         return SOFTMAX * 2 * min(run.trained_at, options["window"]) + STATE
     if name == "power" and options.get("p", 2) > 2:
         return QUADRATIC * run.trained_at
+    if name == "power_delta":
+        return DELTA
     return SEQUENTIAL if name in ("rwkv7", "gated_delta_net") else STATE
 
 

@@ -25,12 +25,16 @@ def read_documents(scale: Scale, corpus: Path) -> Documents:
     return read_data(Run("softmax", 65_536).config(scale, corpus).data)
 
 
-def read_data(data: DataConfig) -> Documents:
-    """Reads a whole corpus into memory, because reading short rows from compressed chunks would be too slow."""
+def read_data(data: DataConfig, rows: int | None = None) -> Documents:
+    """Reads a corpus into memory, because reading short rows from compressed chunks would be too slow.
+
+    Args:
+        data: where the corpus is.
+        rows: the number of training documents, evenly spaced; None: all.
+    """
     splits = open_corpus(data)
-    count = len(splits.held_out)
-    chosen = np.linspace(0, count - 1, min(HELD_OUT, count)).astype(np.int64)
-    return Documents(_in_memory(splits.train), _in_memory(Subset(splits.held_out, chosen)))
+    train = splits.train if rows is None else _spaced(splits.train, rows)
+    return Documents(_in_memory(train), _in_memory(_spaced(splits.held_out, HELD_OUT)))
 
 
 def name_of(corpus: Corpus) -> str:
@@ -62,6 +66,12 @@ class Reshaped:
 
     def check_state(self, state: dict[str, Any]) -> None:
         self._batches.check_state({name: value for name, value in state.items() if name != "cut"})
+
+
+def _spaced(corpus: Corpus, count: int) -> Subset:
+    """Returns `count` evenly spaced documents, or all where there are not so many."""
+    chosen = np.linspace(0, len(corpus) - 1, min(count, len(corpus))).astype(np.int64)
+    return Subset(corpus, chosen)
 
 
 def _in_memory(corpus: Corpus) -> TokenCorpus:

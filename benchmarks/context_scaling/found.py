@@ -1,22 +1,38 @@
-"""Looks up the results of a run of a study in the tables, for all its samples."""
+"""Looks up the results of a run of a study in the committed tables, for all its samples.
+
+runs.csv has a row a run, positions.csv its losses by position along training, and speed.csv times of training steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.context_scaling.grid import SETTING, Run, setting_of
+from benchmarks.context_scaling.grid import Run
 from benchmarks.context_scaling.paired import Interval, interval
-from benchmarks.context_scaling.results import Row, key_of, read
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import RATE_STUDIES, STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE
 from sympow.recall.results import read_rows
 
+Row = dict[str, Any]
 Sample = tuple[str, int]  # a version of the corpus, and the seed of the weights and of the order of the data
+
+RUNS, POSITIONS = "runs.csv", "positions.csv"
+KEY = tuple(each.name for each in fields(Run))
+
+
+def read_table(file: Path) -> list[Row]:
+    """Returns the rows of a table; none where there is no file."""
+    return read_rows(file, texts=("commit", "code", "corpus")) if file.is_file() else []
+
+
+def run_of(row: Row) -> Run:
+    """Returns the run of a row of runs.csv."""
+    return Run(**{name: row[name] for name in KEY})
 
 
 class Found:
@@ -29,18 +45,15 @@ class Found:
     """
 
     def __init__(self, folder: Path):
-        tables = read(folder)
         self._rows: dict[Run, dict[Sample, Row]] = {}
-        for row in sorted(tables.runs, key=lambda row: (row["corpus"], row["seed"])):
+        for row in sorted(read_table(folder / RUNS), key=lambda row: (row["corpus"], row["seed"])):
             if row["status"] == DONE:
-                run, corpus = key_of(row)
-                self._rows.setdefault(replace(run, seed=0), {})[corpus, run.seed] = row
+                run = run_of(row)
+                self._rows.setdefault(replace(run, seed=0), {})[row["corpus"], run.seed] = row
         self._positions: dict[tuple[str, str], list[Row]] = {}
-        for row in tables.positions:
+        for row in read_table(folder / POSITIONS):
             self._positions.setdefault((row["run"], row["corpus"]), []).append(row)
-        file = folder / SPEED
-        times = read_rows(file, texts=("commit",)) if file.is_file() else []
-        self._times = {(row["variant"], row["context"], row["mode"]): row for row in times}
+        self._times = {(row["variant"], row["context"], row["mode"]): row for row in read_table(folder / SPEED)}
 
     def rows(self, run: Run) -> Mapping[Sample, Row]:
         """Returns the row of every sample of a run, whatever its own seed, sorted by sample."""
@@ -50,54 +63,29 @@ class Found:
         """Returns whether a run is finished with its seed, on whatever version of the corpus."""
         return run.seed in {seed for _, seed in self.rows(run)}
 
-    def corpora(self, runs: Iterable[Run]) -> list[str]:
-        """Returns the versions of the corpus that rows of some runs are of, each once, sorted."""
-        return sorted({corpus for run in runs for corpus, _ in self.rows(run)})
-
-    def positions(self, run: Run, context: int | None = None) -> dict[Sample, list[Row]]:
-        """Returns for every sample its losses by position along training, in rows of `context`; None: as trained."""
-        context = run.trained_at if context is None else context
-        return {
-            (corpus, seed): [
-                row
-                for row in self._positions.get((replace(run, seed=seed).name, corpus), [])
-                if row["evaluated_context"] == context
-            ]
-            for corpus, seed in self.rows(run)
-        }
-
-    def along(self, run: Run) -> dict[Sample, list[Row]]:
-        """Returns for every sample its losses along training, all on the same documents.
-
-        Before the end a model is evaluated on some of the documents only. A loss on all of them is not comparable.
-        """
-        return {
-            sample: [row for row in rows if row["documents"] == min(each["documents"] for each in rows)]
-            for sample, rows in self.positions(run).items()
-            if rows
-        }
-
-    def last(self, run: Run, context: int | None = None) -> dict[Sample, Row]:
+    def last(self, run: Run, context: int) -> dict[Sample, Row]:
         """Returns for every sample the losses by position at the end, on all documents, in rows of `context`."""
-        return {sample: rows[-1] for sample, rows in self.positions(run, context).items() if rows}
+        found = {}
+        for corpus, seed in self.rows(run):
+            rows = self._positions.get((replace(run, seed=seed).name, corpus), [])
+            of_context = [row for row in rows if row["evaluated_context"] == context]
+            if of_context:
+                found[corpus, seed] = of_context[-1]
+        return found
 
-    def speed(self, run: Run) -> float | None:
-        """Returns tokens a second of training steps alone on a GPU; None where they were not timed.
-
-        They are those of compiled steps where all samples of the run were compiled, else of eager ones.
-        """
-        rows = self.rows(run).values()
-        mode = "compiled" if rows and all(row["compiled"] for row in rows) else "eager"
-        row = self._times.get((run.variant, run.trained_at, mode))
-        return None if row is None or run.size else row["tokens_per_second"]
-
-    def times(self) -> list[Row]:
-        """Returns the rows of all cases timed."""
-        return list(self._times.values())
+    def speed(self, variant: str, context: int) -> int | None:
+        """Returns tokens a second of compiled training steps alone on a GPU; None where they were not timed."""
+        row = self._times.get((variant, context, "compiled"))
+        return None if row is None else row["tokens_per_second"]
 
     def mean(self, run: Run, name: str) -> Interval | None:
         """Returns a column's mean over all samples of a run."""
         return interval([row[name] for row in self.rows(run).values() if row[name] is not None])
+
+    def learned(self, run: Run, not_learned: float) -> bool:
+        """Returns whether a run's loss is at most `not_learned`, and that of a window of 32 tokens in its setting."""
+        loss, control = (self.mean(each, "held_out_loss") for each in (run, replace(run, variant="window32")))
+        return loss is not None and loss.mean <= min(not_learned, control.mean if control else not_learned)
 
     def difference(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
         """Returns the mean difference of a column to another run, over pairs; None where there is no pair."""
@@ -132,10 +120,3 @@ def baseline_of(run: Run, study: str) -> Run:
     learning rate. Studies of rates compare with the same variant at the default rate."""
     base = replace(run, learning_rate=Run.learning_rate)
     return base if study in RATE_STUDIES else with_rate(replace(base, variant=STUDIES[study].baseline), STUDIES[study])
-
-
-def varying(runs: Sequence[Run]) -> list[str]:
-    """Returns the parts of the setting in which runs differ; the context alone if it tells all settings apart."""
-    if len({run.context for run in runs}) == len({setting_of(run) for run in runs}):
-        return ["context"]
-    return [name for name in SETTING if len({getattr(run, name) for run in runs}) > 1]

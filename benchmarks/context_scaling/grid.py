@@ -149,6 +149,26 @@ class Run:
         )
 
 
+@dataclass(frozen=True)
+class LearningRun(Run):
+    """Describes a run; the fields besides those of `Run` are `training.optimizer` and `training.muon_rate`."""
+
+    optimizer: str = "muon"
+    muon_rate: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Returns the run in one word, different from that of any other run."""
+        factor = f"x{self.muon_rate:g}" if self.muon_rate != 1 else ""
+        return f"{super().name}-{self.optimizer}{factor}"
+
+    def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
+        """Returns the recipe with fields set, as `Run.config` does."""
+        config = super().config(scale, corpus, device, compiled)
+        training = replace(config.training, optimizer=self.optimizer, muon_rate=self.muon_rate)
+        return replace(config, training=training)
+
+
 # The fields of what a run is trained on and how large it is: all but its variant, rate and seed.
 SETTING = tuple(field.name for field in fields(Run) if field.name not in ("variant", "learning_rate", "seed"))
 

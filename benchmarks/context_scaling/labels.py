@@ -1,35 +1,21 @@
-"""Names of variants and settings in tables, and their colours and markers in figures."""
+"""Names of variants and settings in tables."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from benchmarks.context_scaling.grid import Run
-
-
-class Look(NamedTuple):
-    """Holds a colour of Okabe and Ito's palette, a marker and a line. No two variants of a figure share all three."""
-
-    colour: str
-    marker: str
-    line: str = "-"
-
-
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")  # fmt: skip
 
 LABELS = {
     "softmax": "softmax",
     "softmax_gate": "softmax, gate",
-    "power": "power, p = 2",
-    "power_data": "power, p = 2, data-dependent rotation",
+    "power": "p = 2",
+    "power_delta": "delta rule, p = 2",
+    "power_data": "p = 2, data-dependent rotation",
     "power_turned": "all channels turn",
-    "power_ungated": "power, p = 2, no gate",
-    "linear_gated": "power, p = 1",
-    "power3": "power, p = 3, K = 32",
-    "power_p4_k24": "power, p = 4, K = 24",
-    "power_p4_k32": "power, p = 4, K = 32, grouped",
-    "power4": "power, p = 4",
+    "power_ungated": "p = 2, no gate",
+    "linear_gated": "p = 1",
+    "power_p4_k24": "p = 4, K = 24",
+    "power_p4_k32": "p = 4, K = 32, grouped",
+    "power4": "p = 4",
     "window": "window of 1,024",
     "window32": "window of 32",
     "linear": "linear",
@@ -70,41 +56,9 @@ LABELS = {
     "ratio_99_1": "99:1, window of 80, 11 layers",
 }
 
-LOOKS = {
-    "softmax": Look(BLACK, "o"),
-    "softmax_gate": Look(BLACK, "s", "--"),
-    "power": Look(BLUE, "^"),
-    "power_data": Look(SKY, "v"),
-    "power_ungated": Look(RED, "X", "--"),
-    "linear_gated": Look(ORANGE, "D"),
-    "power_p4_k24": Look(GREEN, "s"),
-    "power_p4_k32": Look(SKY, "s", "--"),
-    "power4": Look(GREEN, "P", "--"),
-    "window": Look(PINK, "v"),
-    "window32": Look(PINK, "X", ":"),
-    "linear": Look(ORANGE, "P", ":"),
-    "rwkv7": Look(RED, "D", ":"),
-    "gated_delta_net": Look(RED, "v", "-."),
-    "hybrid_softmax": Look(PINK, "D", "--"),
-    "hybrid_softmax_gate": Look(PINK, "s"),
-    "hybrid_softmax_window": Look(RED, "D"),
-    "hybrid_window": Look(ORANGE, "v", "--"),
-    "softmax_plain": Look(BLACK, "o"),
-    "published_p2": Look(RED, "s"),
-    "published_p2_gated": Look(SKY, "D"),
-    "conformal_p2": Look(BLUE, "^"),
-    "published_p4": Look(ORANGE, "P", "--"),
-    "published_p4_gated": Look(GREEN, "v", "--"),
-    "conformal_p4": Look(PINK, "X", "--"),
-    "ratio_1_12": Look(BLACK, "o"),
-    "ratio_2_1": Look(BLUE, "^"),
-    "ratio_4_1": Look(PINK, "v"),
-    "ratio_99_1": Look(RED, "X", ":"),
-}
-
 
 def label(variant: str) -> str:
-    """Returns the name of a variant, with its changed options: "power, p = 2 + rotary_dim=16"."""
+    """Returns the name of a variant, with its changed options: "p = 2 + rotary_dim=16"."""
     recipe, *changes = variant.split("+")
     return " + ".join([LABELS[recipe], *changes])
 

@@ -138,7 +138,7 @@ STUDIES = {
 }  # fmt: skip
 
 
-def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequence[float] | None = None) -> list[Run]:
+def grid(names: Sequence[str], seeds: Sequence[int] | None = None) -> list[Run]:
     """Returns the runs of some studies in order of priority: study by study, in a study seed by seed.
 
     The longest runs show a trend, for which one seed is enough: they have seed 0 only.
@@ -146,7 +146,6 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
     Args:
         names: of `STUDIES`; ValueError for others.
         seeds: instead of those of each study, 0, 1, ...
-        rates: instead of each run's own learning rate.
     """
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
@@ -155,10 +154,7 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
     for study in (STUDIES[name] for name in names):
         for seed in range(study.seeds) if seeds is None else seeds:
             chosen = [run for run in study.runs if seed == 0 or run.tokens < LONG]
-            of_seed = [replace(with_rate(run, study), seed=seed) for run in chosen]
-            if rates is not None:
-                of_seed = [replace(run, learning_rate=rate) for rate in rates for run in of_seed]
-            runs += of_seed
+            runs += [replace(with_rate(run, study), seed=seed) for run in chosen]
     return list(dict.fromkeys(runs))
 
 

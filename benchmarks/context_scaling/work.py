@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.code_hash import PARTS, code_hash
 from benchmarks.context_scaling.data import Documents, make_batches, name_of, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.measures import by_position, contexts_of, gain, measure, some_of
+from benchmarks.context_use import LENGTHS, context_use
 from benchmarks.measure import commit, processor
 from sympow.data import Corpus
-from sympow.evaluation import ContextLosses
+from sympow.evaluation import BigramCounts, ContextLosses, count_bigrams
 from sympow.models import LanguageModel
 from sympow.training import NonFiniteError, read_metrics, train
 from sympow.training.throughput import token_flops
@@ -29,35 +32,51 @@ DONE, NOT_FINITE, FAILED = "done", "not finite", "failed"
 
 @dataclass(frozen=True)
 class Trainer:
-    """Describes how runs are trained: the scale, the corpus, the device, and whether torch.compile is used."""
+    """Describes how runs are trained: the scale, the corpus, the device, and whether torch.compile is used.
+
+    Attributes:
+        measures: whether a finished model's use of its context is measured, too.
+        keep: the folder that the folders of runs are kept in, with their weights; None: nowhere.
+    """
 
     scale: str
     corpus: Path
     device: str
     compiled: bool = False
+    measures: bool = False
+    keep: Path | None = None
 
     def prepare(self, worker: int) -> Callable[[Run], dict[str, Any]]:
         """Returns a function that trains a run and returns its record."""
         choose_gpu(self.device, worker)
         documents = read_documents(SCALES[self.scale], self.corpus)
+        counts = count_bigrams(documents.train, documents.train.vocab_size) if self.measures else None
         about = {"compiled": self.compiled, "processor": processor(self.device), "torch": torch.__version__,
-                 "commit": commit(),
+                 "commit": commit(), "code": code_hash(PARTS[self.device]),
                  "corpus": name_of(documents.train)}  # fmt: skip
-        return lambda run: self._record(run, documents, about)
+        return lambda run: self._record(run, documents, counts, about)
 
-    def _record(self, run: Run, documents: Documents, about: dict[str, Any]) -> dict[str, Any]:
-        """Returns the record of a run: "row" for the table of runs, "positions" for that of losses by position."""
+    def _record(
+        self, run: Run, documents: Documents, counts: BigramCounts | None, about: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the record of a run: "row" for the table of runs, "positions" for that of losses by position, and
+        "use" for that of measures of the context."""
         begun = time.perf_counter()
+        use: list[dict[str, Any]] = []
         try:
             with fast_attention(self.device):
-                found, positions = self._train(run, documents)
+                found, positions = self._train(run, documents, counts, use)
         except NonFiniteError as error:
             found, positions = {"status": NOT_FINITE, "error": str(error)}, []
         seconds = round(time.perf_counter() - begun, 1)
         row = {**asdict(run), "scale": self.scale, **found, "seconds": seconds, **about}
-        return {"row": row, "positions": [each | {"corpus": about["corpus"]} for each in positions]}
+        of_corpus = {"corpus": about["corpus"]}
+        return {"row": row, "positions": [each | of_corpus for each in positions],
+                "use": [{"run": run.name} | of_corpus | each for each in use]}  # fmt: skip
 
-    def _train(self, run: Run, documents: Documents) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _train(
+        self, run: Run, documents: Documents, counts: BigramCounts | None, use: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         scale = SCALES[self.scale]
         config = run.config(scale, self.corpus, self.device, self.compiled)
         settings = config.training
@@ -80,12 +99,15 @@ class Trainer:
                     found.update(held_out_loss=round(losses.loss, 5), gain=gain(by_position(losses), context))
                 found.update(best_loss=round(losses.best.loss, 4), best_context=losses.best.end)  # of the longest
             found.update(parameters=model.num_parameters(), flops=token_flops(model, settings.context))
+            if counts is not None:
+                lengths = [length // scale.shrink for length in LENGTHS]
+                use.extend(context_use(model, documents.held_out, counts, settings.precision, lengths))
 
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if self.compiled:  # compiled code of earlier runs would count towards the limit of recompilations
             torch.compiler.reset()
-        with tempfile.TemporaryDirectory() as folder:
+        with self._folder(run) as folder:
             train(config, batches, folder, observe=observe, quiet=True)
             if "held_out_loss" not in found:
                 raise InterruptedError(f"{run.name} was stopped before step {settings.steps}, its last one")
@@ -100,6 +122,14 @@ class Trainer:
             "peak_bytes": torch.cuda.max_memory_allocated() if self.device == "cuda" else None,
             **found,
         }, positions
+
+    def _folder(self, run: Run) -> AbstractContextManager[str]:
+        """Returns the folder that a run is trained in, empty: one that is kept, or one that is removed at the end."""
+        if self.keep is None:
+            return tempfile.TemporaryDirectory()
+        folder = self.keep / run.name
+        shutil.rmtree(folder, ignore_errors=True)
+        return nullcontext(str(folder))
 
 
 def not_compiled(model: LanguageModel) -> LanguageModel:

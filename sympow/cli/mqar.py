@@ -45,7 +45,8 @@ def add(command: AddCommand) -> None:
     mqar.add_argument("--device", default="auto", help=DEVICE)
     mqar.add_argument("--no-compile", action="store_true", help="Train without torch.compile on GPUs.")
     mqar.add_argument("--no-cuda-graphs", action="store_true", help="Train without CUDA graphs; some mixers need this.")
-    mqar.add_argument("--tracker", choices=("wandb",), help="Send every validation to this service as well.")
+    mqar.add_argument("--tracker", choices=("wandb", "mlflow", "comet_ml"),
+                      help="Send every validation to this service as well.")  # fmt: skip
     mqar.add_argument("--quiet", action="store_true", help="Print the results only, without progress.")
     mqar.set_defaults(execute=run_mqar, rest="overrides")
 

@@ -37,7 +37,8 @@ class DataConfig:
         kind: "stdlib": the source of Python's standard library on this machine. "text": a text file, a file with a
             text in each row, or a folder of them, see `find_texts`. "zarr": tokens in the LongCrawl64 layout, a zarr
             array of documents x tokens. "tokens": a .bin file of tokens, or a folder of them, see `open_token_files`.
-        path: "text", "tokens": file or folder. "zarr": local path or fsspec URL of an array, or of a group holding one.
+        path: "text", "tokens": file or folder; "text" also a dataset to stream, see `find_texts`. "zarr": local path or
+            fsspec URL of an array, or of a group holding one.
         paths: several paths, instead of `path`. Batches take tokens from them in the proportions of `weights`.
         weights: a number above 0 for each of `paths`.
         held_out_path: as `path`, documents kept for evaluation; without it `held_out` splits those at each path.

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sympow.data.corpus import TokenCorpus
+from sympow.data.streams import STREAM, streamed
 from sympow.data.text_files import Reader, TextFile, classify, describe, find_files, without_compression
 from sympow.data.tokens import BPETokenizer, Tokenizer, encode_text
 from sympow.files import atomic_write, default_cache_dir, digest, remove_leftovers
@@ -87,7 +88,7 @@ def find_texts(
 
     Args:
         path: a file, or a folder, read with its subfolders. Hidden files and folders, binary files and tables (see
-            `find_files`) are left out.
+            `find_files`) are left out. Or "hf://datasets/OWNER/NAME", a dataset to stream, see `streamed`.
         group: "file": each file without rows is a document. "folder": the files directly in a folder are one document,
             each headed by a line with its path, so that documents are long.
         suffixes: file name endings to read, such as (".py", ".md"); empty: all.
@@ -97,7 +98,8 @@ def find_texts(
     for files of rows in groups, and if `path` is a file that would be left out. Raises ImportError naming the missing
     extra.
     """
-    root = Path(path)
+    name = str(path)
+    root = streamed(name, text_field) if name.startswith(STREAM) else Path(path)
     if not root.exists():
         raise FileNotFoundError(f"text corpus does not exist: {root}; data.path names the corpus")
     if root.is_file():
@@ -116,7 +118,7 @@ def find_texts(
         rows = [file.path for file in files if file.kind != "text"]
         if rows:
             raise ValueError(f"text corpus {root}: data.group=folder joins plain texts, got a file of rows, {rows[0]}")
-        return Texts(str(root), _folders(files, reader), left_out, reader)
+        return Texts(name, _folders(files, reader), left_out, reader)
     documents = []
     for file in files:
         if file.kind == "text":
@@ -125,7 +127,7 @@ def find_texts(
             documents += [
                 Document(f"{file.name}:{i + 1}", partial(reader.row, file, i)) for i in range(reader.count(file))
             ]
-    return Texts(str(root), documents, left_out, reader)
+    return Texts(name, documents, left_out, reader)
 
 
 def stdlib_documents() -> list[Document]:

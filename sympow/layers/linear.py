@@ -1,8 +1,9 @@
-"""Linear attention: power p = 1, or the elu + 1 feature map with a normalizer."""
+"""Linear attention: power p = 1, or a feature map with a normalizer: elu + 1, or a Taylor series of the exponential."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -19,15 +20,16 @@ from sympow.layers.state import After, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
+from sympow.ops.feature_map import spow, spow_dim
 
-FEATURE_MAPS = ("identity", "elu+1")
+FEATURE_MAPS = ("identity", "elu+1", "taylor")
 
 
 @dataclass
 class LinearAttentionState(MixerState):
     """Holds the op's state and the number of tokens so far (int64 [B] if rows differ).
 
-    For elu + 1 it also holds the sum of the keys' features [B, G, K].
+    With a feature map it also holds the sum of the keys' features [B, G, F].
     """
 
     counters: ClassVar[tuple[str, ...] | None] = ("position",)
@@ -43,7 +45,9 @@ class LinearAttention(AttentionMixer):
     Args:
         d_model, n_heads: as in `AttentionMixer`.
         feature_map: "identity": weights are q . k, and `head_norm` is on unless it is given. "elu+1": weights
-            are phi(q) . phi(k) with phi(x) = elu(x) + 1 > 0, divided by their sum.
+            are phi(q) . phi(k) with phi(x) = elu(x) + 1 > 0, divided by their sum. "taylor": weights are
+            1 + s + s^2 / 2 > 0 with s = q . k / sqrt(K), divided by their sum (Arora et al., "Based", 2024; K is 16
+            there). There are (K + 1) (K + 2) / 2 features, those of p = 2 of keys with one more channel.
         rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
             of the weights stays positive (Su et al., 2021, section 3.3).
         chunk_size: as in `sympow.ops.power_attention`.
@@ -68,6 +72,7 @@ class LinearAttention(AttentionMixer):
             raise ValueError(f"feature_map is one of {', '.join(FEATURE_MAPS)}; got {feature_map!r}")
         check_form(chunk_size, impl)
         self.feature_map, self.chunk_size, self.impl = feature_map, chunk_size, impl
+        self.features = spow_dim(self.head_dim + 1, 2) if feature_map == "taylor" else self.head_dim
         self.reset_parameters()
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -88,7 +93,7 @@ class LinearAttention(AttentionMixer):
     ) -> LinearAttentionState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         device = any_weight(self, self.out).device if device is None else torch.device(device)
-        memory = initial_memory(self, 1, self.impl, batch_size, device, dtype)
+        memory = initial_memory(self, 1, self.impl, batch_size, device, dtype, key_dim=self.features)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)
 
@@ -114,21 +119,28 @@ class LinearAttention(AttentionMixer):
 
     def mix_state_size(self, context: int) -> int:
         """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
-        feature_sum = 0 if self.feature_map == "identity" else self.head_dim
-        return memory_size(self, 1, self.impl) + self.n_kv_heads * feature_sum
+        feature_sum = 0 if self.feature_map == "identity" else self.features
+        return memory_size(self, 1, self.impl, key_dim=self.features) + self.n_kv_heads * feature_sum
 
     def training_flops(self, time: int) -> int:
         """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
-        return least_power_flops(time, self.head_dim, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
+        return least_power_flops(time, self.features, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
 
     def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Returns rotated q and k, v, and for elu + 1 the features of q and k before the rotation."""
+        """Returns q and k for the op, v, and with a feature map the features of q and k that sums are made of.
+
+        Features of elu + 1 are rotated for the op alone. Those of "taylor" are made of rotated q and k.
+        """
         if self.feature_map == "identity":
             return *self.rotated_heads(x, position), None
+        if self.feature_map == "taylor":
+            q, k, v = self.rotated_heads(x, position)
+            q, k = _taylor_features(q), _taylor_features(k)
+            return q, k, v, (q, k)
         q, k, v = self.heads(x)
         q, k = F.elu(q) + 1, F.elu(k) + 1
         return *self.rotate(q, k, position), v, (q, k)
@@ -147,6 +159,15 @@ class LinearAttention(AttentionMixer):
         scale = None if self.feature_map == "identity" else 1.0
         options = {"chunk_size": self.chunk_size, "impl": self.impl}
         return {"p": 1, "normalize": False, "scale": scale, **options}
+
+
+def _taylor_features(x: Tensor) -> Tensor:
+    """Returns phi [..., F] of x [..., K] with phi(q) . phi(k) = 1 + s + s^2 / 2 for s = q . k / sqrt(K).
+
+    The features of p = 2 of [x, 1] give (s + 1)^2 = s^2 + 2 s + 1. All but the last, 1, are divided by sqrt(2).
+    """
+    x = F.pad(x * x.shape[-1] ** -0.25, (0, 1), value=1.0)
+    return F.pad(spow(x, 2)[..., :-1] / sqrt(2), (0, 1), value=1.0)
 
 
 def _running_sum(k: Tensor) -> Tensor:

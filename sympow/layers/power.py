@@ -257,23 +257,27 @@ def initial_memory(
     device: torch.device,
     dtype: torch.dtype | None,
     eps: float = 1.0,
+    key_dim: int | None = None,
 ) -> PowerState | DecodingState:
-    """Returns the op's state before the first token, with a tail where decoding is faster or more exact on one."""
+    """Returns the op's state before the first token, with a tail where decoding is faster or more exact on one.
+
+    `key_dim` is that of the keys that the op gets; None: the mixer's head_dim.
+    """
     weight = any_weight(mixer, mixer.out)
     dtype = weight.dtype if dtype is None else dtype
-    shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
+    shape = (batch_size, mixer.n_kv_heads, key_dim or mixer.head_dim, mixer.value_dim)
     state = PowerState.zeros(*shape, p, **state_options(weight, device, dtype, sums=True))
     if not keeps_tail(impl, device, dtype, eps):
         return state
     return DecodingState.from_state(state, dtype=torch.promote_types(dtype, weight.dtype))
 
 
-def memory_size(mixer: AttentionMixer, p: int, impl: str, eps: float = 1.0) -> int:
+def memory_size(mixer: AttentionMixer, p: int, impl: str, eps: float = 1.0, key_dim: int | None = None) -> int:
     """Returns the elements per sequence in the result of `initial_memory`, for the weights' device and dtype."""
-    weight = any_weight(mixer, mixer.out)
-    size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
+    weight, key_dim = any_weight(mixer, mixer.out), key_dim or mixer.head_dim
+    size = spow_dim(key_dim, p) * (mixer.value_dim + 1)
     if keeps_tail(impl, weight.device, weight.dtype, eps):
-        size += tail_elements(mixer.head_dim, mixer.value_dim, p)
+        size += tail_elements(key_dim, mixer.value_dim, p)
     return mixer.n_kv_heads * size
 
 

@@ -182,8 +182,10 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     q is [B, H, T, K], k [B, G, S, K], v [B, G, S, V].
     """
     new, total = q.shape[2], k.shape[2]
-    if new == 1 or new == total:
-        return attend(q, k, v, causal=new > 1, scale=scale)
+    if new == 1:
+        return attend(q, k, v, scale=scale)
+    if new == total:
+        return attend(q, k, v, causal=True, scale=scale)
     position = torch.arange(total, device=q.device)
     blocks = q.split(max(1, MASK_ELEMENTS // total), dim=2)
     rows = position[total - new :].split(blocks[0].shape[2])

@@ -60,7 +60,7 @@ class WindowAttention(WindowMixer):
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
-        if cu_seqlens is None and x.shape[1] > self.window and suits_flex(q, v):  # documents have too many lengths
+        if cu_seqlens is None and suits_flex(q, v) and x.shape[1] > self.window:  # documents have too many lengths
             y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
             return y.transpose(1, 2)
         return per_document(self._windowed, cu_seqlens, q, k, v)
@@ -130,6 +130,8 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         v: [B, G, S, V].
         window: tokens that a token sees, itself included.
     """
+    if torch.compiler.is_exporting():  # one graph for all lengths, whose masks are as large as the scores
+        return attend(q, k, v, mask=_band(q.shape[2], k.shape[2], window, q))
     if k.shape[2] <= window:
         return attend_to_past(q, k, v)
     block = min(max(window, LEAST_BLOCK), MOST_BLOCK)

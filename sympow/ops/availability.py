@@ -58,13 +58,18 @@ def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether "auto" takes kernels: on GPUs, not in Triton's interpreter."""
+    """Returns whether "auto" takes kernels: on GPUs, not in Triton's interpreter nor for torch.export.
+
+    An exported program then holds operators of torch alone, and runs on any device.
+    """
+    if torch.compiler.is_exporting():
+        return False
     return device.type == "cuda" and refusal_of_kernels(device, dtype) is None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """Returns a context in which autocast changes no dtype on the device of x."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

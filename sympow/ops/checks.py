@@ -76,9 +76,10 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> N
     for name, number in (("scale", scale), ("eps", eps)):
         if isinstance(number, Tensor):  # whose gradient would be lost
             raise TypeError(f"{name} must be a number; got a torch.Tensor (multiply q by a scale that is learned)")
-    if scale is not None and not math.isfinite(scale):
+    # Comparisons, which a compiler traces for a number that it takes as a symbol, and it does not trace isfinite.
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite; got {scale}")
-    if not (math.isfinite(eps) and eps > 0):
+    if not 0 < eps < math.inf:
         raise ValueError(f"eps must be positive and finite; got {eps}")
 
 

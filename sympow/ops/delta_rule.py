@@ -83,7 +83,7 @@ def power_delta_rule(
     _check(q, k, v, beta, log_g, p)
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
-    run = _implementation(impl, q, v, p, initial_state is not None or return_state)
+    run = _implementation(impl, q, p, initial_state is not None or return_state)
     sequences, ends = q.shape[0], []
     if cu_seqlens is not None:
         check_borders(cu_seqlens, q.shape[0])
@@ -242,8 +242,13 @@ def _eager(q, k, v, beta, log_g, state, **options):
     dtype = torch.promote_types(v.dtype, torch.float32)
     gate = None if log_g is None else log_g.to(dtype)
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), gate, state)
-    out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
-    return out.to(v.dtype), after
+    if torch.compiler.is_dynamo_compiling():
+        from sympow.ops.eager_operators import delta_eager
+
+        out, after, *_ = delta_eager(*inputs, options["p"], options["chunk_size"] or 0, options["return_state"])
+    else:
+        out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
+    return out.to(v.dtype), after if options["return_state"] else None
 
 
 def _triton(q, k, v, beta, log_g, state, **options):
@@ -252,7 +257,7 @@ def _triton(q, k, v, beta, log_g, state, **options):
     return delta.delta_rule(q, k, v, beta, log_g, state, DeltaOptions(**options))
 
 
-def _implementation(impl: str, q: Tensor, v: Tensor, p: int, has_state: bool) -> Callable:
+def _implementation(impl: str, q: Tensor, p: int, has_state: bool) -> Callable:
     if impl not in _IMPLS:
         raise ValueError(f"impl is one of {', '.join(_IMPLS)}; got {impl!r}")
     if impl in ("eager", "reference"):
@@ -261,9 +266,9 @@ def _implementation(impl: str, q: Tensor, v: Tensor, p: int, has_state: bool) ->
         return _eager
     refusal = NO_TRITON
     if not refusal:
-        from sympow.ops.triton import delta
+        from sympow.ops.triton.adapt import unsupported
 
-        refusal = delta.unsupported(q, v, p, has_state)
+        refusal = unsupported(q, p, has_state)
     if impl == "triton" and refusal:
         raise ValueError(f"impl='triton' {refusal}")
     return _eager if refusal else _triton
@@ -284,19 +289,19 @@ def backward(
     errors: Tensor, u: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Computes the gradients of q, k, v, beta, log_g and the incoming state, by (M24)."""
-    p, groups = options.p, k.shape[2]
-    dv, dbeta = backend.solve_gradient(q, k, errors, beta, log_g, dout, dlast, options)
-    # All other gradients are those of power attention with the values u and one more query head for every key/value
-    # head: its queries are the keys, and the gradient of its output is -dv. That head must not see its own token, so
-    # what it takes from there is given back.
-    heads = torch.cat([q.unflatten(2, (groups, -1)), k[:, :, :, None]], 3).flatten(2, 3)
-    douts = torch.cat([dout.unflatten(2, (groups, -1)), -dv[:, :, :, None].to(dout.dtype)], 3).flatten(2, 3)
-    found = backend.attend_gradient(heads, k, u, log_g, state, last, douts, dlast, options)
-    dheads = found.q.unflatten(2, (groups, -1))
-    wide = torch.promote_types(k.dtype, torch.float32)
-    own = (k.to(wide).square().sum(-1) ** (p - 1)) * (dv.to(wide) * u.to(wide)).sum(-1)
-    dk = found.k.to(wide) + dheads[:, :, :, -1].to(wide) + (2 * p * own)[..., None] * k.to(wide)
-    return dheads[:, :, :, :-1].flatten(2, 3), dk.to(k.dtype), dv, dbeta, found.log_g, found.state
+    given_u = backend.attend_gradient(q, k, u, log_g, state, last, dout, dlast, options)
+    dv, dbeta = backend.solve_gradient(k, errors, beta, log_g, given_u.u, options)
+    # What is predicted for a key is taken off its value. A prediction is the output of power attention with the values
+    # u, for keys as queries, and the gradient of this output is -dv. It does not contain the token's own update, so
+    # what its gradient takes from there is given back.
+    predicted = backend.attend_gradient(k, k, u, log_g, state, None, -dv, None, options)
+    dk = backend.key_gradient(k, u, dv, (given_u.k, predicted.k, predicted.q), options.p)
+    dlog_g, dstate = (_sum(*pair) for pair in ((given_u.log_g, predicted.log_g), (given_u.state, predicted.state)))
+    return given_u.q, dk, dv, dbeta, dlog_g, dstate
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
 
 
 class _DeltaRule(torch.autograd.Function):

@@ -67,44 +67,35 @@ def solve(
 
 
 def solve_gradient(
-    q: Tensor, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, dout: Tensor, dstate: Tensor | None,
-    options: DeltaOptions,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, du: Tensor, options: DeltaOptions
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the values [B, T, G, V] and of beta [B, T, G].
 
     Args:
-        q: [B, T, H, K].
         k: [B, T, G, K].
         errors: of `solve`.
         beta: [B, T, G].
         log_g: [B, T, G], or None.
-        dout: the gradient of the output, [B, T, H, V].
-        dstate: the gradient of the last state, [B, G, D, V], or None.
+        du: the gradient of the updates through output and last state, [B, T, G, V].
         options: of the call.
     """
-    p, groups = options.p, k.shape[2]
+    p, drows = options.p, None
     dv, dbeta = torch.empty_like(errors), torch.empty_like(beta)
-    drows = None if dstate is None else _from_public(dstate, basis(k.shape[3], p))
     spans = _spans(k, errors, options)
     for span in reversed(spans):
-        chunk, error = _chunk(k, beta, log_g, span, p), _heads(errors[:, span])
-        queries, d = (_of_groups(x[:, span], groups) for x in (q, dout))  # [N, R, *, C]
-        decay = _decays(_sums(log_g, span, k), len(error), error.shape[2], error)
-        own = (queries.mT @ chunk.k[:, None]).pow_(p).mul_(decay.tril()[:, None])  # [N, R, C queries, C keys]
-        du = (d @ own).sum(1)
-        if drows is not None:
-            du += chunk.kept * Features(chunk.k, p).read(drows * _weights(drows, k, p))
-        # h = du - weights^T (beta h) is the gradient of what beta multiplies.
+        chunk, error, d = _chunk(k, beta, log_g, span, p), _heads(errors[:, span]), _heads(du[:, span])
+        features = Features(chunk.k, p) if len(spans) > 1 else None
+        if drows is not None and features is not None:
+            d = d + chunk.kept * features.read(drows * _weights(drows, k, p))
+        # h = d - weights^T (beta h) is the gradient of what beta multiplies.
         system = (chunk.weights * chunk.beta[:, :, None]).mT
-        h = torch.linalg.solve_triangular(system, du.mT, upper=True, unitriangular=True).mT
+        h = torch.linalg.solve_triangular(system, d.mT, upper=True, unitriangular=True).mT
         dbeta[:, span] = _tokens((h * error).sum(1, keepdim=True), k)[..., 0]
         h = chunk.beta[:, None] * h
         dv[:, span] = _tokens(h, k)
-        if span != spans[0]:
+        if span != spans[0] and features is not None:
             drows = _zeros(k, errors, p) if drows is None else drows * chunk.past[:, :, -1:]
-            past = (d * chunk.past[:, None]).transpose(1, 2).flatten(2)
-            Features(queries.transpose(1, 2).flatten(2), p).accumulate(drows, past)
-            Features(chunk.k, p).accumulate(drows, -h * chunk.past)
+            features.accumulate(drows, -h * chunk.past)
     return dv, dbeta
 
 
@@ -131,8 +122,14 @@ def attend_gradient(
     )
     z = None if state is None else _no_keys(state)
     saved = (q, k, u, log_g, state, z, u, None, last if dlast is not None else None, None)
-    dq, dk, _, dlog_g, dstate, *_ = eager.gradients(context, saved, dout, dlast, None)
-    return DeltaGradients(dq, dk, dlog_g, dstate)
+    dq, dk, du, dlog_g, dstate, *_ = eager.gradients(context, saved, dout, dlast, None)
+    return DeltaGradients(dq, dk, du, dlog_g, dstate)
+
+
+def key_gradient(k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:
+    """Returns the sum of `parts` [B, T, G, K] and of 2 p (k . k)**(p - 1) (dv . u) k."""
+    own = (k * k).sum(-1) ** (p - 1) * (dv * u).sum(-1)
+    return sum(parts, (2 * p * own)[..., None] * k)
 
 
 def _attention_chunk(q: Tensor, k: Tensor, u: Tensor, options: DeltaOptions, has_state: bool) -> int:
@@ -183,11 +180,6 @@ def _decays(sums: GateSums | None, heads: int, time: int, like: Tensor) -> Tenso
 def _heads(x: Tensor) -> Tensor:
     """Maps [B, C, G, *] to [B G, *, C]."""
     return x.permute(0, 2, 3, 1).flatten(0, 1).contiguous()
-
-
-def _of_groups(x: Tensor, groups: int) -> Tensor:
-    """Maps [B, C, H, *] to [B G, R, *, C]."""
-    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 4, 1).flatten(0, 1).contiguous()
 
 
 def _tokens(x: Tensor, k: Tensor) -> Tensor:

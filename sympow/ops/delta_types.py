@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -29,6 +30,7 @@ class DeltaGradients(NamedTuple):
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, G, K]
+    u: Tensor  # [B, T, G, V]
     log_g: Tensor | None  # [B, T, G]
     state: Tensor | None  # [B, G, D, V], of the incoming state
 
@@ -46,10 +48,9 @@ class DeltaBackend(Protocol):
         ...
 
     def solve_gradient(
-        self, q: Tensor, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, dout: Tensor,
-        dstate: Tensor | None, options: DeltaOptions,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the gradients of v and beta."""
+        self, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, du: Tensor, options: DeltaOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of v and beta, given du, that of u through output and last state."""
         ...
 
     def attend(
@@ -63,4 +64,8 @@ class DeltaBackend(Protocol):
         dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
     ) -> DeltaGradients:  # fmt: skip
         """Returns its gradients."""
+        ...
+
+    def key_gradient(self, k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:
+        """Returns the sum of `parts` [B, T, G, K] and of 2 p (k . k)**(p - 1) (dv . u) k, in the dtype of k."""
         ...

@@ -49,15 +49,26 @@ def chunked(
     scale: float,
     normalize: bool,
     eps: float,
-    chunk_size: int,
+    chunk_size: int | None,
     return_state: bool,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
-    """Computes in float32 (float64 for float64 inputs), also under autocast. Shapes are those of `reference`."""
-    options = Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
+    """Computes in float32 (float64 for float64 inputs), also under autocast. Shapes are those of `reference`.
+
+    For torch.compile the call is one operator, since a trace of the loop over chunks would be of one length only.
+    """
     s, z = (None, None) if state is None else (state.s, state.z)
     with without_autocast(q):
-        out, s, z = _Chunked.apply(q, k, v, log_g, s, z, options)
+        if torch.compiler.is_dynamo_compiling() and context_group is None:
+            from sympow.ops.eager_operators import power_eager
+
+            numbers = (p, scale, normalize, eps, chunk_size or 0, return_state)
+            out, _, s, z = power_eager(q, k, v, log_g, s, z, *numbers)
+        else:
+            has_state = s is not None or return_state or context_group is not None
+            chunk_size = chunk_size or default_chunk_size(q, k, v, p, has_state)
+            options = Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
+            out, s, z = _Chunked.apply(q, k, v, log_g, s, z, options)
     return out, PowerState(s, z, p, k.shape[-1]) if return_state else None
 
 
@@ -124,37 +135,48 @@ def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool 
     return best
 
 
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, s: Tensor | None, z: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns out, the normalizer [B, T, H], s and z before the first token, and s and z after the last.
+
+    What the call has not is None.
+    """
+    sequence = ChunkedSequence(q, k, v, log_g, options)
+    last = sequence.spans[-1]
+    out = v.new_empty(*q.shape[:3], v.shape[3])
+    normalizer = q.new_empty(*q.shape[:3], dtype=sequence.dtype) if options.normalize else None
+    state = None if s is None else sequence.state(s, z)
+    if options.context_group is not None:
+        own = sequence.state(None, None)
+        for span in sequence.spans:
+            sequence.advance(own, sequence.chunk(span))
+        state = exclusive_scan(own, sequence.log_decay(), options.context_group)
+        s, z = sequence.public_state(state)
+    keeps_state = options.return_state or options.context_group is not None
+    for span in sequence.spans:
+        chunk = sequence.chunk(span)
+        total = sequence.attend(chunk, state)
+        sequence.check_range(total, s, z)
+        if normalizer is None:
+            out[:, span] = sequence.from_queries(total[:, :-1], span)
+        else:
+            z_chunk = total[:, -1:] + options.eps
+            normalizer[:, span] = sequence.from_queries(z_chunk, span)[..., 0]
+            out[:, span] = sequence.from_queries(total[:, :-1] / z_chunk, span)
+        if span != last or keeps_state:
+            state = sequence.state(None, None) if state is None else state
+            sequence.advance(state, chunk)
+    s_out = z_out = None
+    if keeps_state and state is not None:
+        s_out, z_out = sequence.public_state(state)
+    return out, normalizer, s, z, s_out, z_out
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_g, s, z, options: Options):
-        sequence = ChunkedSequence(q, k, v, log_g, options)
-        last = sequence.spans[-1]
-        out = v.new_empty(*q.shape[:3], v.shape[3])
-        normalizer = q.new_empty(*q.shape[:3], dtype=sequence.dtype) if options.normalize else None
-        state = None if s is None else sequence.state(s, z)
-        if options.context_group is not None:
-            own = sequence.state(None, None)
-            for span in sequence.spans:
-                sequence.advance(own, sequence.chunk(span))
-            state = exclusive_scan(own, sequence.log_decay(), options.context_group)
-            s, z = sequence.public_state(state)
-        keeps_state = options.return_state or options.context_group is not None
-        for span in sequence.spans:
-            chunk = sequence.chunk(span)
-            total = sequence.attend(chunk, state)
-            sequence.check_range(total, s, z)
-            if normalizer is None:
-                out[:, span] = sequence.from_queries(total[:, :-1], span)
-            else:
-                z_chunk = total[:, -1:] + options.eps
-                normalizer[:, span] = sequence.from_queries(z_chunk, span)[..., 0]
-                out[:, span] = sequence.from_queries(total[:, :-1] / z_chunk, span)
-            if span != last or keeps_state:
-                state = sequence.state(None, None) if state is None else state
-                sequence.advance(state, chunk)
-        s_out = z_out = None
-        if keeps_state and state is not None:
-            s_out, z_out = sequence.public_state(state)
+        out, normalizer, s, z, s_out, z_out = forward(q, k, v, log_g, s, z, options)
         ctx.save_for_backward(q, k, v, log_g, s, z, out, normalizer, s_out, z_out)
         ctx.options = options
         ctx.set_materialize_grads(False)

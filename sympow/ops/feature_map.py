@@ -22,7 +22,10 @@ def tpow_dim(key_dim: int, p: int) -> int:
 def spow_dim(key_dim: int, p: int) -> int:
     """Returns the dimension of the symmetric power: C(K + p - 1, p)."""
     _check_dims(key_dim, p)
-    return comb(key_dim + p - 1, p)
+    dim = 1
+    for i in range(p):  # not math.comb, which a compiler does not trace for a key dim that it takes as a symbol
+        dim = dim * (key_dim + i) // (i + 1)
+    return dim
 
 
 def tspow_dim(key_dim: int, p: int, tile: int) -> int:

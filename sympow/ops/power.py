@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops import eager, reference
+from sympow.ops import all_chunks, eager, reference
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels, without_autocast
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
@@ -249,9 +249,6 @@ class Eager:
         return packed(self._row, q, k, v, log_g, state, borders(cu_seqlens, q.shape[1]), **options)
 
     def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
-        if chunk_size is None:
-            has_state = state is not None or return_state or context_group is not None
-            chunk_size = eager.default_chunk_size(q, k, v, options["p"], has_state)
         options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
         return eager.chunked(q, k, v, log_g, state, **options)
 
@@ -261,6 +258,16 @@ class Eager:
             return eager.step(q, k, v, log_g, state, inplace=inplace, **options)
         state = state if inplace else state.clone()
         return step_with_tail(q, k, v, log_g, state, **options), state
+
+
+class Exported(Eager):
+    """Computes in operations of torch alone, for torch.export, where there is no loop over chunks."""
+
+    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, **options):
+        inputs = (x if x is None else x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v, log_g))
+        with without_autocast(q):
+            out, new = all_chunks.attention(*inputs, state, chunk_size=chunk_size or EXPORTED_CHUNK, **options)
+        return out.to(v.dtype), new if return_state else None
 
 
 class Reference:
@@ -341,11 +348,14 @@ class Kernels:
         return adapt.step_with_tail(q, k, v, log_g, state, **options), state
 
 
+EXPORTED_CHUNK = 128  # tokens, if the caller names no chunk size
 BACKENDS: dict[str, Backend] = {"eager": Eager(), "triton": Kernels(), "reference": Reference()}
 
 
 def _chosen(impl: str, q: Tensor, p: int, chunked: bool) -> Backend:
     """Returns the backend of a call. Raises ValueError for an unknown one, and for one that refuses the call."""
+    if impl in ("auto", "eager") and torch.compiler.is_exporting():
+        return Exported()
     if impl == "auto":
         kernels = q.device.type == "cuda" and BACKENDS["triton"].refusal(q, p, chunked) is None
         return BACKENDS["triton" if kernels else "eager"]

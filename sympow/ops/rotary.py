@@ -84,23 +84,25 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
         float64 [B, T, G]. Its last row, [:, -1], is the `start` of what follows.
     """
     # Time is the last axis, because a GPU sums along another axis with only one thread for each row.
-    positions = _running_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
+    positions = blocked_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
     return positions if start is None else positions + start[:, None]
 
 
-def _running_sums(x: Tensor) -> Tensor:
+def blocked_sums(x: Tensor) -> Tensor:
     """Returns x.cumsum(-1) by sums of at most SUM_BLOCK elements: within blocks, and over the last sums of the blocks.
 
-    For a plain cumsum a GPU would use one thread block for each row, and there are few rows. torch.compile splits sums
-    of more than 128 elements that are not contiguous ("split scan"); with torch 2.11 it fails if something is added to
-    such a sum.
+    For a plain cumsum a GPU would use one thread block for each row, and there are few rows. For torch.compile this is
+    an operator, since a trace would be of few lengths.
     """
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        from sympow.ops.eager_operators import running_sums
+
+        return running_sums(x)
     length = x.shape[-1]
-    if length <= SUM_BLOCK:
+    if torch.compiler.is_exporting() or length <= SUM_BLOCK:
         return x.cumsum(-1)
-    blocks = (length + SUM_BLOCK - 1) // SUM_BLOCK  # named, as a compiler is slow to see that the padded length divides
-    within = F.pad(x, (0, blocks * SUM_BLOCK - length)).unflatten(-1, (blocks, SUM_BLOCK)).cumsum(-1)
-    before = F.pad(_running_sums(within[..., :-1, -1]), (1, 0))
+    within = F.pad(x, (0, -length % SUM_BLOCK)).unflatten(-1, (-1, SUM_BLOCK)).cumsum(-1)
+    before = F.pad(blocked_sums(within[..., :-1, -1]), (1, 0))
     return (within + before[..., None]).flatten(-2)[..., :length]
 
 

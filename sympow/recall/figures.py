@@ -64,7 +64,7 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
     for axis, (key, same) in zip(axes, several.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, x).items())
-            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, _guess(same))
         values = sorted({row[x] for row in same})
         _guessing(axis, same, x)
         axis.set_xscale("log", base=2)
@@ -72,7 +72,7 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
         axis.minorticks_off()
         axis.set_xlabel(x_label)
         axis.set_title(_title(panels, key))
-    return _finish(figure, axes, "test accuracy")
+    return _finish(figure, axes, "test accuracy", rows)
 
 
 def _frontier(rows: Sequence[Row]) -> Any:
@@ -85,12 +85,12 @@ def _frontier(rows: Sequence[Row]) -> Any:
     for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "state_bytes").items())
-            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, _guess(same))
         _guessing(axis, same)
         axis.set_xscale("log", base=10)
         axis.set_xlabel("state a sequence, bytes")
         axis.set_title(task)
-    return _finish(figure, axes, "test accuracy")
+    return _finish(figure, axes, "test accuracy", rows)
 
 
 def _learning_rates(rows: Sequence[Row]) -> Any:
@@ -111,7 +111,7 @@ def _learning_rates(rows: Sequence[Row]) -> Any:
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
         axis.set_title(_title(("length", "pairs", "width"), key))
-    return _finish(figure, axes, "validation accuracy")
+    return _finish(figure, axes, "validation accuracy", rows)
 
 
 def _learning_curves(rows: Sequence[Row]) -> Any:
@@ -134,7 +134,7 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
         _guessing(axis, same)
         axis.set_xlabel("epochs")
         axis.set_title(f"{task}, d {width:,}")
-    return _finish(figure, axes, "validation accuracy")
+    return _finish(figure, axes, "validation accuracy", rows)
 
 
 def _capacity(rows: Sequence[Row]) -> Any:
@@ -156,6 +156,8 @@ def _capacity(rows: Sequence[Row]) -> Any:
             points.append((max(size for _, size in seeds), [pairs for pairs, _ in seeds]))
         points.sort()
         sizes += [size for size, _ in points]
+        if any(median(held) == 0 for _, held in points):  # no line through runs that recall nothing
+            style = style | {"linestyle": "none"}
         _dotted_line(axis, [size for size, _ in points], [held for _, held in points], median, style)
     axis.set_xscale("log", base=2)
     powers = [2.0**n for n in range(floor(log2(min(sizes))), ceil(log2(max(sizes))) + 1)]
@@ -167,7 +169,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
     axis.minorticks_off()
     axis.set_xlabel("state a sequence, KiB")
     axis.set_title(f"Pairs held at {SOLVED:.0%} accuracy")
-    return _finish(figure, axes, "most pairs D", accuracy=False)
+    return _finish(figure, axes, "most pairs D", rows, accuracy=False)
 
 
 def _held(rows: Sequence[Row]) -> tuple[int, float]:
@@ -192,12 +194,12 @@ def _title(names: Sequence[str], values: Sequence[Any]) -> str:
 
 
 def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list[Any]]:
-    """Returns a figure with panels side by side, four in a row at most."""
+    """Returns a figure with panels side by side, two in a row at most, so that it can be read on a page."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
-    columns = min(4, count)
+    columns = min(2, count)
     lines = -(-count // columns)
     figure = Figure(figsize=(size[0] * columns + 2.2, size[1] * lines), dpi=150, layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
@@ -237,12 +239,21 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
     return [row["test_accuracy"] for row in rows]
 
 
-def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any]) -> None:
-    """Draws the means of `seeds`, a list of values for every x, with bars from the lowest to the highest value."""
+def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any], guess: float) -> None:
+    """Draws the means of `seeds`, a list of values for every x, with bars from the lowest to the highest value.
+
+    There is no line through points of which one is not above `guess`, because such a run has failed.
+    """
     means = [mean(values) for values in seeds]
+    style = style if min(means) > guess else style | {"linestyle": "none"}
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
     axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+
+
+def _guess(rows: Sequence[Row]) -> float:
+    """Returns the highest accuracy of naming a random value of the row, 1/D; 0 where it is not known."""
+    return max((1 / row["pairs"] for row in rows if row["pairs"]), default=0.0)
 
 
 def _guessing(axis: Any, rows: Sequence[Row], x: str = "") -> None:
@@ -266,8 +277,10 @@ def _dotted_line(
         axis.plot([at] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
 
 
-def _finish(figure: Any, axes: Sequence[Any], y_label: str, accuracy: bool = True) -> Any:
-    """Sets the grid and the limits, and draws one legend for all panels."""
+def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row], accuracy: bool = True) -> Any:
+    """Sets the grid and the limits, draws one legend for all panels, and says how many seeds the points have."""
+    seeds = len({row["seed"] for row in rows})
+    figure.suptitle("one seed" if seeds == 1 else f"{seeds} seeds", fontsize=10)
     handles: dict[str, Callable[..., Any]] = {}
     for axis in axes:
         if accuracy:

@@ -73,11 +73,14 @@ def read_cells(path: str | os.PathLike[str]) -> list[dict[str, str]]:
 def chosen(rows: Sequence[Row]) -> list[Row]:
     """Chooses the rows of every setting, one a seed, of the learning rate with the highest mean validation accuracy.
 
-    Of equal learning rates, the one with the lower mean validation loss is chosen. The choice does not use the test.
+    Only the learning rates with the most seeds are compared, because a mean over fewer seeds says less. Of equal
+    learning rates, the one with the lower mean validation loss is chosen. The choice does not use the test.
     """
     best: list[Row] = []
     for setting in group(rows, *SETTING, *_LATER).values():
-        best += max(group(setting, "learning_rate").values(), key=_validation)
+        rates = list(group(setting, "learning_rate").values())
+        seeds = [len({row["seed"] for row in rate}) for rate in rates]
+        best += max((r for r, n in zip(rates, seeds, strict=True) if n == max(seeds)), key=_validation)
     return best
 
 

@@ -19,8 +19,8 @@ from sympow.recall.rows import TEST, load, measure
 from sympow.recall.steps import RecallTraining
 from sympow.training.config import TRACKERS
 from sympow.training.loop import run_steps
-from sympow.training.metrics import open_tracker
 from sympow.training.step import resolve_device
+from sympow.training.trackers import open_tracker
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
             for each model and shape in a process. A mixer that cannot be compiled is trained without, with a warning.
         cuda_graphs: whether to replay training steps as CUDA graphs, which saves the time of kernel launches.
         quiet: show no progress on stderr.
-        tracker: "wandb": send every validation and the results to Weights & Biases.
+        tracker: "wandb", "mlflow" or "comet_ml": send every validation and the results to that service.
 
     Raises RuntimeError where a mixer's step cannot be captured as a graph, ImportError where the tracker is not
     installed, and ValueError for an unknown one.
@@ -65,7 +65,7 @@ def run(
         model = RecallModel(config.model, positions=positions, seed=config.seed).to(where)
         validations = config.epochs * config.validations
         progress = stack.enter_context(Progress("training", "validation", total=validations, quiet=quiet))
-        tracked = open_tracker(config.id, asdict(config)) if tracker else None
+        tracked = open_tracker(tracker, config.id, asdict(config)) if tracker else None
         training = RecallTraining(
             config, model, where, compiled=compiled and on_cuda, graphs=cuda_graphs and on_cuda, progress=progress,
             tracker=tracked,

@@ -40,7 +40,7 @@ class RecallTraining:
         compiled: whether to run the forward and backward pass of a step through torch.compile.
         graphs: whether to replay steps as CUDA graphs.
         progress: counts validations; None: no progress is shown.
-        tracker: an open run of Weights & Biases, which gets every validation; None: no tracker.
+        tracker: an open run of a service, which gets every validation; None: no tracker.
 
     Attributes:
         steps: of the whole run.

@@ -60,17 +60,36 @@ def published() -> Sweep:
 
 def published_convolutions() -> Sweep:
     """The published protocol and shapes (Zoology, Figure 2) with convolutions, H3 and RWKV-4; days of a GPU."""
-    runs = _deep_grid(RecallConfig(_deep(2, 64)[0]), widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
+    runs = _deep_grid(RecallConfig(_deep(2, 64)[0]), tasks=PUBLISHED_TASKS, widths=(64, 128, 256, 512),
+                      learning_rates=PUBLISHED_RATES)  # fmt: skip
     return Sweep("mqar-published-convolutions", runs)
 
 
 def deep() -> Sweep:
-    """Convolutions, H3 and RWKV-4 beside attention in 2 and 4 layers with MLP, N = 64 to 512; hours of an H200.
+    """Convolutions, H3 and RWKV-4 beside attention in 2 and 4 layers with MLP, N = 64 to 512; an hour of an H200.
 
-    The depths and shapes of Figure 2 in larger batches and fewer epochs, two widths, two rates, three seeds.
+    The depths and shapes of Figure 2 with two widths, the three highest published rates, three seeds, and 6,250 steps
+    of 16,384 tokens at every N.
     """
-    base = RecallConfig(_deep(2, 64)[0], batch_size=256, epochs=16, precision="bf16")
-    return Sweep("mqar-deep", _deep_grid(base, widths=(64, 128), learning_rates=PUBLISHED_RATES[1:3], seeds=(0, 1, 2)))
+    axes: dict[str, Any] = {"widths": (64, 128), "learning_rates": PUBLISHED_RATES[1:], "seeds": (0, 1, 2)}
+    runs: list[RecallConfig] = []
+    for task in PUBLISHED_TASKS:
+        base = RecallConfig(_deep(2, 64)[0], batch_size=16_384 // task.length, epochs=1024 // task.length,
+                            precision="bf16")  # fmt: skip
+        runs += _deep_grid(base, tasks=(task,), **axes)
+    return Sweep("mqar-deep", tuple(runs))
+
+
+def hybrids_mixed() -> Sweep:
+    """Every hybrid of BaseConv on a mixture of N = 64, 128, 256, and the source's single filters; minutes of an H200.
+
+    Zoology, Figure 2, bottom. Rows of one length alone are learned late, so all lengths are trained on together, and
+    tested one by one. Two learning rates, three seeds.
+    """
+    train = tuple(RecallTask(length=n, pairs=n // 16) for n in (64, 128, 256))
+    models = [*_hybrids(256).values(), *_single_filters(256)]
+    base = RecallConfig(models[0], train=train, batch_size=128, epochs=8, stop_at=0.996, precision="bf16")
+    return Sweep("mqar-hybrids-mixed", grid(base, architectures=models, learning_rates=(1e-3, 3e-3), seeds=(0, 1, 2)))
 
 
 def single_filters() -> Sweep:
@@ -78,15 +97,8 @@ def single_filters() -> Sweep:
 
     Zoology, Figure 2, bottom. `hybrids` has them with a lag applied only where tokens match.
     """
-    runs: list[RecallConfig] = []
-    for length in (64, 128, 256):
-        filters: dict[str, tuple[str, dict[str, Any]]] = {
-            "programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
-            "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8}),
-        }
-        for label, mixer in filters.items():
-            runs += grid(_hybrid_run(_alone(label, _SHORT_CONVOLUTION, mixer), length), seeds=(0, 1, 2))
-    return Sweep("mqar-single-filters", tuple(runs))
+    runs = [_hybrid_run(model, length) for length in (64, 128, 256) for model in _single_filters(length)]
+    return Sweep("mqar-single-filters", tuple(run for base in runs for run in grid(base, seeds=(0, 1, 2))))
 
 
 def widths() -> Sweep:
@@ -130,9 +142,20 @@ def equal_state_fla() -> Sweep:
 
 
 def pairs() -> Sweep:
-    """Accuracy against the number of pairs in 256 tokens (Zoology, Figure 6), and what each state holds."""
-    tasks = [RecallTask(length=256, pairs=d) for d in (4, 8, 16, 32, 64)]
-    return Sweep("mqar-pairs", _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128), seeds=(0, 1, 2)))
+    """Accuracy against the number of pairs in 256 tokens (Zoology, Figure 6), and what each state holds.
+
+    RetNet, windows and blocked windows beside attention, power attention, linear attention by a Taylor map and Hyena.
+    Trained on a mixture of 8 to 64 pairs, tested on each number; the source trains on each by itself. Two widths, two
+    learning rates, three seeds.
+    """
+    named = {model.label: model for model in _mixers()}
+    taylor = _behind("linear, Taylor map", "linear", head_dim=32, feature_map="taylor", rotation="none")
+    models = [named["attention"], named["power p=2"], taylor, named["RetNet"], *_windows(), named["Hyena"]]
+    train = tuple(RecallTask(length=256, pairs=d) for d in (8, 16, 32, 64))
+    base = RecallConfig(models[0], train=train, batch_size=128, epochs=8, validations=2, stop_at=0.996,
+                        precision="bf16")  # fmt: skip
+    runs = grid(base, architectures=models, widths=(64, 128), learning_rates=(1e-3, 3e-3), seeds=(0, 1, 2))
+    return Sweep("mqar-pairs", runs)
 
 
 def windows() -> Sweep:
@@ -140,10 +163,7 @@ def windows() -> Sweep:
 
     N = 64 with D = 4, three seeds.
     """
-    kinds = {"window": "window", "blocked window": "blocked_window"}
-    models = [_behind("attention", "softmax", rotation="none")]
-    models += [_behind(f"{label} of {w}", name, window=w, rotation="none") for label, name in kinds.items()
-               for w in (8, 32)]  # fmt: skip
+    models = [_behind("attention", "softmax", rotation="none"), *_windows()]
     runs = [run for model in models for run in grid(_hybrid_run(model, 64), seeds=(0, 1, 2))]
     return Sweep("mqar-windows", tuple(runs))
 
@@ -214,6 +234,13 @@ def _mixers() -> list[Architecture]:
     ]
 
 
+def _windows() -> list[Architecture]:
+    """Returns windows and blocked windows of 8 and 32 tokens."""
+    kinds = {"window": "window", "blocked window": "blocked_window"}
+    return [_behind(f"{label} of {w}", name, window=w, rotation="none") for label, name in kinds.items()
+            for w in (8, 32)]  # fmt: skip
+
+
 def _with_convolutions() -> list[Architecture]:
     """Returns the two kinds of attention and four mixers that use convolutions or a token shift."""
     named = {model.label: model for model in _mixers()}
@@ -221,11 +248,15 @@ def _with_convolutions() -> list[Architecture]:
 
 
 def _deep(layers: int, length: int) -> list[Architecture]:
-    """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row."""
+    """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row.
+
+    Besides the attention of the source, which has learned positions, there is one that follows a short convolution.
+    """
     rwkv: list[tuple[str, dict[str, Any]]] = [("rwkv4", {"depth": i / (layers - 1), "shift_depth": i / layers})
                                               for i in range(layers)]  # fmt: skip
     models: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "attention": [("softmax", {"rotation": "none"})],
+        "attention after convolution": [("short_convolution", {"mixer": "softmax", "options": {"rotation": "none"}})],
         "BaseConv": [_SHORT_CONVOLUTION, ("base_conv", {})],
         "Hyena": [("hyena", {})],
         "H3": [("h3", {"head_dim": 2, "state_dim": length})],
@@ -235,9 +266,9 @@ def _deep(layers: int, length: int) -> list[Architecture]:
                          positions=label == "attention") for label, mixers in models.items()]  # fmt: skip
 
 
-def _deep_grid(base: RecallConfig, **axes: Any) -> tuple[RecallConfig, ...]:
-    """Returns the runs of all models of `_deep`, in 2 and 4 layers, on all published tasks."""
-    return tuple(run for task in PUBLISHED_TASKS for layers in (2, 4)
+def _deep_grid(base: RecallConfig, *, tasks: tuple[RecallTask, ...], **axes: Any) -> tuple[RecallConfig, ...]:
+    """Returns the runs of all models of `_deep`, in 2 and 4 layers, on tasks."""
+    return tuple(run for task in tasks for layers in (2, 4)
                  for run in grid(base, tasks=[task], architectures=_deep(layers, task.length), **axes))  # fmt: skip
 
 
@@ -315,6 +346,15 @@ def _hybrids(length: int) -> dict[str, Architecture]:
     for choice, options in scores.items():
         behind[f"{choice} selection"] = ("selection", {"selection": choice, "rotation": "none"} | options)
     return {label: _alone(label, _SHORT_CONVOLUTION, mixer) for label, mixer in behind.items()}
+
+
+def _single_filters(length: int) -> list[Architecture]:
+    """Returns hybrids with filters that depend on the input, one filter for all tokens of a row of `length`."""
+    filters: dict[str, tuple[str, dict[str, Any]]] = {
+        "programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
+        "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8}),
+    }
+    return [_alone(label, _SHORT_CONVOLUTION, mixer) for label, mixer in filters.items()]
 
 
 def _hybrid_run(architecture: Architecture, length: int) -> RecallConfig:

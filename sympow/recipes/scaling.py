@@ -310,6 +310,12 @@ def window_delta() -> RunConfig:
     return _config("window_delta", MixerConfig("window", BLOCK | {"window": 128}), MixerConfig("power_delta"))
 
 
+def based() -> RunConfig:
+    """Windows of 64 tokens and linear attention by a Taylor map of 16 channels in turn: Based, in the block."""
+    taylor = MixerConfig("linear", BLOCK | {"feature_map": "taylor", "head_dim": 16, "value_dim": 64})
+    return _config("based", taylor, MixerConfig("window", BLOCK | {"window": 64}))
+
+
 # Models of about 550 million FLOPs a token at 65,536 tokens, with different shares for weights and for the state
 # [SCRA Figure 2]. The weight-state FLOP ratio is in the name.
 

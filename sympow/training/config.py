@@ -9,7 +9,7 @@ from sympow.fields import read_fields, unknown
 from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
-TRACKERS = ("wandb",)
+TRACKERS = ("wandb", "mlflow", "comet_ml")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -166,7 +166,7 @@ class ExecutionConfig:
         checkpoint_activations: whether to recompute every block in the backward pass.
         compile: whether to compile every block with torch.compile.
         profile_steps: the number of steps to trace, from the third step on, into profile/ in the run's folder; 0: none.
-        tracker: "wandb" to send the metrics to Weights & Biases as well, or None.
+        tracker: "wandb", "mlflow" or "comet_ml", to send the metrics to that service as well, or None.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """

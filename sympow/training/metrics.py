@@ -1,18 +1,18 @@
-"""Writes the metrics of a run to a file of JSON lines, to TensorBoard, and to Weights & Biases."""
+"""Writes the metrics of a run to a file of JSON lines, to TensorBoard if it is installed, and to a tracker."""
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sympow.files import naming, write_text
 from sympow.training.config import RunConfig
+from sympow.training.trackers import open_tracker
 
 
 class MetricsWriter:
-    """Appends metrics to `metrics.jsonl`, one object per line, and to `tensorboard/`.
+    """Appends metrics to `metrics.jsonl`, one object per line, and to `tensorboard/` if TensorBoard is installed.
 
     A run that continues from `step` first removes the metrics of later steps, which an interrupted run has written. So
     no step occurs twice.
@@ -20,22 +20,23 @@ class MetricsWriter:
     Args:
         run_dir: the folder of the run.
         step: the number of steps done.
-        tracked: the config of the run, to send the metrics to Weights & Biases as well; None: do not send them.
+        tracked: the config of the run, to send the metrics to its `execution.tracker` as well; None: do not send them.
 
-    Raises ImportError if a package is not installed.
+    Raises ImportError if the package of the tracker is not installed.
     """
 
     def __init__(self, run_dir: Path, step: int, tracked: RunConfig | None = None):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("training metrics need tensorboard: pip install 'sympow[train]'") from error
-        self._tracker = _open_tracker(run_dir, tracked) if tracked else None
+        self._tracker = self._board = None
+        if tracked is not None and tracked.execution.tracker is not None:
+            service = tracked.execution.tracker
+            self._tracker = open_tracker(service, tracked.name, tracked.to_dict(), run_dir.resolve())
         self._path, board = run_dir / "metrics.jsonl", run_dir / "tensorboard"
         lines = [json.dumps(row) for row in read_metrics(run_dir) if row["step"] <= step]
         write_text(self._path, "".join(f"{line}\n" for line in lines))
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        with naming(board):
+        with naming(board), suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(str(board), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -44,7 +45,7 @@ class MetricsWriter:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         for name, value in row.items():
-            if name != "step":
+            if name != "step" and self._board is not None:
                 self._board.add_scalar(name, value, row["step"])
         if self._tracker is not None:
             self._tracker.log(row, step=row["step"])
@@ -52,39 +53,17 @@ class MetricsWriter:
     def sync(self) -> None:
         """Writes the metrics to disk, so that a checkpoint is never newer than its metrics."""
         os.fsync(self._file.fileno())
-        self._board.flush()
+        if self._board is not None:
+            self._board.flush()
 
     def close(self) -> None:
         """Closes the file, TensorBoard and the tracker."""
         with naming(self._path):
             self._file.close()  # which writes once more what did not fit
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
         if self._tracker is not None:
             self._tracker.finish()
-
-
-def open_tracker(name: str, config: Mapping[str, Any], **options: Any) -> Any:
-    """Opens a run of Weights & Biases in the project "sympow".
-
-    Args:
-        name: the name that is shown.
-        config: the configuration of the run.
-        options: further options of `wandb.init`.
-
-    Raises ImportError where wandb is not installed.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError("the tracker 'wandb' needs wandb: pip install 'sympow[track]'") from error
-    return wandb.init(project="sympow", name=name, config=dict(config), **options)
-
-
-def _open_tracker(run_dir: Path, config: RunConfig) -> Any:
-    folder = run_dir.resolve()
-    # A folder has one id, so that a run that continues also continues in Weights & Biases.
-    name = f"{config.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    return open_tracker(config.name, config.to_dict(), id=name, resume="allow", dir=folder)
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

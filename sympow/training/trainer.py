@@ -175,8 +175,7 @@ class _Training:
     def open(self, stack: ExitStack, quiet: bool) -> None:
         """Opens the metrics, the progress, the trace, and the reading of batches; `stack` closes them."""
         ranks, settings, step = self.ranks, self.settings, self.resumed
-        tracked = self.config if self.config.execution.tracker else None
-        self.metrics = MetricsWriter(self.run_dir, step, tracked) if ranks.main else None
+        self.metrics = MetricsWriter(self.run_dir, step, self.config) if ranks.main else None
         if self.metrics:
             stack.callback(self.metrics.close)
         silent = quiet or not ranks.main

@@ -1,5 +1,7 @@
 """The program of AR hits: runs are trained, measured and kept once; the page follows from the tables."""
 
+import itertools
+import json
 import re
 import shutil
 import sys
@@ -10,7 +12,8 @@ import pytest
 import zarr
 
 from benchmarks.ar_hits import __main__ as program
-from benchmarks.ar_hits import report, work
+from benchmarks.ar_hits import report, sources, work
+from sympow.data import ByteTokenizer
 from sympow.evaluation.ar_hits import PARTS
 from sympow.recall.results import read_rows
 from sympow.sweeps import run_jobs
@@ -113,11 +116,81 @@ def test_the_share_of_the_gap_by_distance():
     assert report.distances_table({"run": runs, "slices": [], "curves": curves[2:]}) == report.MISSING
 
 
+def test_the_share_of_the_gap_that_hybrids_close():
+    """Three documents that are alike, so that the interval is that of the seeds alone."""
+    hits = {"control_base_conv": (40, 40), "control_attention": (20, 20), "control_full": (22, 20),
+            "control_random": (40, 38), "control_learned": (30, 30)}  # fmt: skip
+    slices = [{"recipe": recipe, "seed": seed, "document": document, "part": part, "tokens": 10,
+               "nats": nats if part == "hits" else 30}
+              for recipe, both in hits.items() for seed, nats in enumerate(both) for document in range(3)
+              for part in PARTS]  # fmt: skip
+    tables = {"run": [{"recipe": recipe} for recipe in hits], "slices": slices, "curves": []}
+    assert report.closed_table(tables).splitlines() == [
+        "| model | seeds | of all tokens | of AR hits |",
+        "|---|---:|---:|---:|",
+        "| BaseConv, random selection, control | 2 | 5% [0%, 10%] | 5% [0%, 10%] |",
+        "| BaseConv, learned selection, control | 2 | 50% [50%, 50%] | 50% [50%, 50%] |",
+        "| BaseConv, two softmax layers, control | 2 | 95% [90%, 100%] | 95% [90%, 100%] |",
+    ]
+    without = [row for row in slices if row["recipe"] != "control_attention"]
+    assert report.closed_table(tables | {"slices": without}) == report.MISSING
+
+
+def test_other_seeds_are_trained_at_the_best_rate_of_the_first(monkeypatch, corpus, small, tmp_path, capsys):
+    words = ("--recipes", "attention,base_conv", "--rates", "1e-5,3e-2", "--best-rate", "--rows", "4")
+    assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
+    rows = read_rows(tmp_path / "kernel" / "run.csv")
+    best = {min((r["held_out_loss"], name, r["learning_rate"]) for r in rows if (r["recipe"], r["seed"]) == (name, 0))
+            for name in ("attention", "base_conv")}  # fmt: skip
+    assert [(row["recipe"], row["seed"]) for row in rows] == [
+        ("attention", 0), ("base_conv", 0), ("attention", 0), ("base_conv", 0), ("attention", 1), ("base_conv", 1)
+    ]  # fmt: skip
+    assert {(row["recipe"], row["learning_rate"]) for row in rows[4:]} == {each[1:] for each in best}
+    assert {(row["corpus"].split(",")[0], row["counted_tokens"]) for row in rows} == {("4 rows", 4 * DOCUMENT)}
+    corpora, _ = program.read_results(tmp_path)
+    assert len(corpora["kernel"]["run"]) == 4  # a rate with one seed does not count beside one with two
+    assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
+    assert capsys.readouterr().out.count("0 of ") == 2
+
+
 def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
-    assert page.read_text().count(report.MISSING) == 17
+    assert page.read_text().count(report.MISSING) == 24
+
+
+def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
+    """Two sources of enough documents and one of too few; spaces and the word "a" do not count."""
+    letters = np.frombuffer(b"a b c d x y", np.uint8)
+    rng = np.random.default_rng(0)
+    texts = rng.choice(letters, (25, 2 * sources.LENGTH + 5)).astype(np.uint16)
+    texts[:12, 1::2] = rng.choice(letters[::2], texts[:12, 1::2].shape)
+    zarr.create_array(str(tmp_path / "train.zarr"), data=texts, chunks=(1, texts.shape[1]), zarr_format=2)
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    lines = [("fs/ext4", "train", 12), ("mm", "heldout", 3), ("net", "train", 10), ("lib", "train", 3)]
+    documents = [json.dumps({"directory": each[0], "split": each[1], "rows": each[2]}) for each in lines]
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
+    assert call(monkeypatch, "sources", "--corpus", tmp_path, "--most", "7", "--out", tmp_path / "out") == 0
+    rows = read_rows(tmp_path / "out" / "sources.csv")
+    assert list(dict.fromkeys(row["source"] for row in rows)) == ["fs", "net"]
+    counted = set(b"bcdxy")
+    for name, chosen in (("fs", np.linspace(0, 11, 7)), ("net", 12 + np.linspace(0, 9, 7))):
+        expected: dict[int, int] = {}
+        for row, start in itertools.product(chosen.astype(int), (0, sources.LENGTH)):
+            seen: dict[tuple[int, int], int] = {}
+            text = texts[row, start : start + sources.LENGTH].tolist()
+            for i, pair in enumerate(itertools.pairwise(text)):
+                if pair in seen and counted.issuperset(pair):
+                    cell = (i - seen[pair]).bit_length()
+                    expected[cell] = expected.get(cell, 0) + 1
+                seen[pair] = i
+        own = [row for row in rows if row["source"] == name]
+        assert {row["end"].bit_length() - 1: row["hits"] for row in own if row["hits"]} == expected
+        assert {row["sequences"] for row in own} == {14}
+    assert (
+        f"| fs | 14 | {sum(row['hits'] for row in rows if row['source'] == 'fs') / 14:.0f} |" in capsys.readouterr().out
+    )
 
 
 def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):

@@ -146,7 +146,8 @@ def test_table():
     timed = [row | {"T": 32, "ratio": timing[2] / 2} | dict(zip(names, timing, strict=True)) for timing in timings]
     written = tables.chunks_table([*failed, *timed])
     assert "| 2 | 4 | forward | 8, 1.16x |  |" in written and "| 2 | 4 | forward+backward | 8, 0.90x |  |" in written
-    assert 'by name: at most 1.050x the fastest; "auto" over it: 0.900x to 1.100x, median 1.000x.' in written
+    assert 'by name: at most 1.050 times the fastest. "auto" takes 0.900 to 1.100 times' in written
+    assert "the time of that form, median 1.000." in written
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Learning runs: each is one of a kind, trained and kept once; the table, and what pages quote of it."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from statistics import mean
 
@@ -11,6 +12,7 @@ import zarr
 from benchmarks import learning, learning_tables
 from benchmarks.context_scaling import work
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES
+from benchmarks.measure import read
 from benchmarks.tables import ROOT
 from sympow.recall.results import group, read_rows
 from sympow.sweeps import run_jobs
@@ -18,13 +20,18 @@ from sympow.sweeps import run_jobs
 LENGTH = DOCUMENT // SCALES["toy"].shrink
 
 
-@pytest.fixture
-def corpus(tmp_path):
+def make_corpus(folder):
+    """Writes random documents, three of them held out; returns the folder."""
     rng = np.random.default_rng(0)
     for name, documents in (("train", 4), ("heldout", 3)):
         tokens = rng.integers(0, 256, (documents, LENGTH), dtype=np.uint16)
-        zarr.create_array(str(tmp_path / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
-    return tmp_path
+        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return make_corpus(tmp_path)
 
 
 def call(monkeypatch, *words):
@@ -46,20 +53,45 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(work, "commit", lambda: "123456789012")
     monkeypatch.setattr(learning, "TABLE", tmp_path / "committed" / "learning.csv")
     monkeypatch.setattr(learning, "POSITIONS", tmp_path / "committed" / "learning_positions.csv")
+    monkeypatch.setattr(learning, "USE", tmp_path / "committed" / "learning_context.csv")
     monkeypatch.setattr(learning, "RESULTS", tmp_path / "committed")
     names = "softmax_gate:1024:4e-3:0:30146560:muon,power_delta:1024:4e-3:0:30146560:muon:2"
     where = ("--corpus", corpus, "--out", tmp_path / "out", "--scale", "toy", "--device", "cpu")
-    words = ("run", "--names", names, *where)
+    words = ("run", "--names", names, *where, "--measures", "--keep", tmp_path / "kept")
     assert call(monkeypatch, *words) == 0
     assert call(monkeypatch, "merge", "--from", tmp_path / "out") == 0
     rows = {row["variant"]: row for row in read_rows(tmp_path / "committed" / "learning.csv", ("commit", "corpus"))}
     assert rows["power_delta"]["muon_rate"] == 2
     assert rows["power_delta"]["gate_softmax_loss"] == rows["softmax_gate"]["held_out_loss"]
+    use = read(tmp_path / "committed" / "learning_context.csv")
+    assert {row["run"] for row in use} == {path.name for path in (tmp_path / "kept").iterdir()}
+    assert {row["measure"] for row in use} == {"cut", "position", "hits", "copy", "recalled"}
     capsys.readouterr()
+    assert call(monkeypatch, "merge", "--from", tmp_path / "out") == 0
+    assert capsys.readouterr().out == "0 runs added, 2 replaced\n"
+    assert read(tmp_path / "committed" / "learning_context.csv") == use
     assert call(monkeypatch, *words) == 0
     assert "0 of 2 runs to do" in capsys.readouterr().out
+    (tmp_path / "committed" / "learning_context.csv").unlink()
+    assert call(monkeypatch, *words[:-3], "--minutes", 0) == 0
+    assert call(monkeypatch, *words, "--minutes", 0) == 0
+    said = capsys.readouterr().out
+    assert "0 of 2 runs to do" in said and "2 of 2 runs to do" in said
+    assert call(monkeypatch, "run", "--studies", "powers", *where, "--minutes", 0) == 0
+    assert capsys.readouterr().out == "12 of 12 runs to do\n"
     assert call(monkeypatch, "run", "--grids", "none", "--corpus", corpus, "--out", tmp_path / "out") == 2
     assert "error: a grid is one of rates, adamw" in capsys.readouterr().err
+
+
+def test_a_plan_says_how_long_runs_take(monkeypatch, capsys):
+    assert call(monkeypatch, "plan", "--grids", "slow", "--gpus", "4", "--workers", "8") == 0
+    *runs, total = capsys.readouterr().out.splitlines()
+    assert len(runs) == 6 and all(" s  " in line for line in runs) and total.startswith("6 runs: ")
+    known = next(row for row in read(learning.TABLE) if row["variant"] == "power" and row["context"] == 4096)
+    done = learning.LearningRun("power", 4096, known["tokens"])
+    fastest = done.tokens / (learning.expected(done) - learning.cost.OVERHEAD)
+    assert fastest >= known["tokens_per_second"]
+    assert learning.expected(replace(done, tokens=2 * done.tokens)) < 2 * learning.expected(done)
 
 
 def row(variant: str, loss: float, rate: float = 4e-3, seed: int = 0) -> dict:
@@ -74,6 +106,8 @@ def row(variant: str, loss: float, rate: float = 4e-3, seed: int = 0) -> dict:
         "gain": 0.5,
         "status": "done",
         "scale": "full",
+        "size": None,
+        "corpus": "a",
         "processor": "GPU",
     }
 
@@ -85,6 +119,24 @@ def test_the_table_has_the_best_rate_of_most_seeds():
     assert "| power attention, p = 2 | muon | 0.004 | 2 | 2.200 | 1.074 [1.048, 1.100] |" in table
     assert "| delta rule, p = 2 | muon | 0.004 | 1 | 2.250 | 1.125 (one run) |" in table
     assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in table
+    table = learning_tables.learning_table([*rows, row("power", 3.0) | {"corpus": "b"}, rows[0] | {"size": "small"}])
+    first, second = table.split("Corpus: b.")
+    assert "| 5.000 (not learned) |" in learning_tables.learning_table([row("power", 5.0)])
+    assert first.startswith("Corpus: a.") and "| 3.000 | no pair |" in second
+    assert "| softmax attention, gate, 85M block | muon | 0.004 | 1 | 2.000 | 1.000 (one run) |" in first
+
+
+def test_the_papers_models_have_their_best_context_loss():
+    rows = [row("published_p2", 2.0) | {"best_loss": 1.75}, row("published_p2", 2.5, seed=1) | {"best_loss": 1.25},
+            row("conformal_p2", 1.5) | {"best_loss": 1.0, "gain": None}, row("power", 1.0) | {"optimizer": "adamw"},
+            row("softmax", 3.0) | {"best_loss": 2.0, "context": 4096}]  # fmt: skip
+    lines = learning_tables.papers_table(rows).splitlines()
+    assert lines[2:] == [
+        "| 1,024 | 30M | p = 2, no gate | 0.004 | 2 | 2.250 [2.000, 2.500] | 1.500 [1.250, 1.750] | "
+        "0.500 [0.500, 0.500] |",
+        "| 1,024 | 30M | p = 2, gate and learned rotation | 0.004 | 1 | 1.500 | 1.000 |  |",
+        "| 4,096 | 30M | softmax attention | 0.004 | 1 | 3.000 | 2.000 | 0.500 |",
+    ]
 
 
 def test_pages_quote_the_committed_rows():
@@ -101,9 +153,13 @@ def test_pages_quote_the_committed_rows():
     short, middle = 30_146_560, 100_139_008
     power = [ratio("power", context, short) for context in (1024, 4096)]
     delta = [ratio("power_delta", context, short) for context in (1024, 4096)]
-    window, later = (ratio(variant, 4096, middle) for variant in ("window", "power"))
+    names = ("window", "power_delta", "power", "hybrid_delta_gate")
+    window, delta_later, later, hybrid = (ratio(variant, 4096, middle) for variant in names)
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
-    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096." in readme
-    assert f"(`PowerDeltaAttention`) it is {delta[0]} and {delta[1]} times." in readme
-    assert f"({window} against {later} times after 100 million tokens, one run)" in readme
+    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
+    assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
+    assert (
+        f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
+    )
+    assert f"{hybrid} for five layers of delta rule and one of softmax" in readme

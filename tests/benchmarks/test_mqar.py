@@ -8,7 +8,7 @@ from benchmarks import mqar
 from sympow.data.mqar import RecallTask
 from sympow.models import MixerConfig
 from sympow.recall import Architecture, RecallConfig, Sweep, grid, read_results, write_results
-from sympow.recall.results import SETTING
+from sympow.recall.results import SETTING, chosen
 
 
 @pytest.mark.parametrize(("accuracies", "code"), [((0.2, 0.995, 0.99), 0), ((1.0, 0.989, 0.98), 1)])
@@ -30,6 +30,44 @@ def test_rows_and_the_bar(tmp_path, monkeypatch, capsys, accuracies, code):
     assert [row["test_accuracy"] for row in rows] == list(accuracies)
     assert all(row["commit"] and "threads" in row["processor"] for row in rows)
     assert ("below 99%: power" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A sweep of two widths, two learning rates and two seeds, each run of an instant."""
+    task = RecallTask(length=16, pairs=2, vocab_size=32)
+    model = Architecture("linear", (MixerConfig("linear"),), layers=1, mlp_ratio=0)
+    base = RecallConfig(model, train=(task,), examples=16, batch_size=8, epochs=1, validation_examples=4,
+                        test_examples=4)  # fmt: skip
+    sweep = Sweep("tiny", grid(base, widths=(8, 16), learning_rates=(1e-3, 1e-1), seeds=(0, 1, 2)))
+    monkeypatch.setattr(mqar, "load_sweep", lambda recipe: sweep)
+    return sweep
+
+
+def command(monkeypatch, tmp_path, *words):
+    arguments = ["mqar", "tiny", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "sweep"), *words]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert mqar.main() == 0
+    return read_results(tmp_path / "rows.csv")
+
+
+def test_a_part_of_a_sweep_keeps_the_rows_of_others(tiny, tmp_path, monkeypatch):
+    rows = command(monkeypatch, tmp_path, "--only", "width=16", "--only", "seed=1")
+    assert {(row["width"], row["seed"]) for row in rows} == {(16, 1)} and len(rows) == 2
+    rows = command(monkeypatch, tmp_path, "--only", "width=8", "--only", "seed=1")
+    assert {(row["width"], row["seed"]) for row in rows} == {(8, 1), (16, 1)} and len(rows) == 4
+    with pytest.raises(SystemExit):
+        command(monkeypatch, tmp_path, "--only", "width=32")
+
+
+def test_other_seeds_run_at_the_best_rate_of_the_first(tiny, tmp_path, monkeypatch):
+    rows = command(monkeypatch, tmp_path, "--best-rate")
+    assert len(rows) == 2 * (2 + 2)
+    for width in (8, 16):
+        first = [row for row in rows if (row["width"], row["seed"]) == (width, 0)]
+        others = [row for row in rows if row["width"] == width and row["seed"]]
+        (best,) = {row["learning_rate"] for row in chosen(first)}
+        assert [(row["learning_rate"], row["seed"]) for row in others] == [(best, 1), (best, 2)]
 
 
 def test_a_run_with_a_row_in_the_file_is_not_repeated(tmp_path, monkeypatch):

@@ -2,7 +2,15 @@
 
 import pytest
 
-from benchmarks.mqar_tables import claim_1, convolutions_table, equal_state_table, heads_table
+from benchmarks.mqar_tables import (
+    CONVOLVED,
+    claim_1,
+    convolutions_table,
+    deep_table,
+    equal_state_table,
+    heads_table,
+    seeds_table,
+)
 from sympow.recall.results import SETTING
 
 ABOUT = {"processor": "H200", "torch": "2", "commit": "abc", "ended": "solved", "steps": 10, "learning_rate": 0.1,
@@ -50,6 +58,24 @@ def test_a_cell_tells_seeds_and_the_excess_over_guessing():
     table = convolutions_table(rows)
     assert "| attention | 8 | 99.5% [99.0%, 100.0%], +74.5 |" in table and "| guessing, 1/D | | 25.0% |" in table
     assert "3 runs of at most 10 steps, 3 of which stopped at 99.6%, 3 seeds; H200" in table
+
+
+def test_depths_are_judged_apart():
+    rows = [{**each, "label": f"{each['label']}, {layers} layers", "layers": layers}
+            for layers, found in ((4, (0.95, 0.1, 0.99, 0.92)), (2, (0.2, 0.05, 0.2, 0.05)))
+            for each in grid({CONVOLVED: SOLVED, "attention": found, "Hyena": found})]  # fmt: skip
+    table, two, four = deep_table(rows).rsplit("\n\n", 2)
+    assert "| Hyena, 2 layers | 8 | 20.0% (one seed), -5.0 |" in table and "| Hyena, 4 layers | 8 | 95.0%" in table
+    assert two.startswith("With 2 layers: Claim 1: ") and "no cell more than 2 points" in two
+    assert four.startswith("With 4 layers: Claim 1: ") and "is reproduced for Hyena." in four
+
+
+def test_numbers_of_pairs_are_told_apart():
+    rows = [row("RetNet", 8, 256, accuracy, pairs=pairs, test=f"mqar 256:{pairs}")
+            for pairs, accuracy in ((8, 0.75), (64, 0.25))]  # fmt: skip
+    lines = seeds_table(rows).splitlines()
+    assert lines[0] == "| model | d | N 256, D 8 | N 256, D 64 |"
+    assert lines[3] == "| RetNet | 8 | 75.0% (one seed), +62.5 | 25.0% (one seed), +23.4 |"
 
 
 def test_heads_are_told_apart():

@@ -63,4 +63,39 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 def test_the_pages_show_the_committed_results():
     pages = [page.read_text() for page in tables.PAGES]
     assert [tables.with_tables(page) for page in pages] == pages
-    assert sum(page.count("<!-- table: ") for page in pages) == len(tables.TABLES)
+    count = len(tables.TABLES) + len(tables.context_tables.TABLES)
+    assert sum(page.count("<!-- table: ") for page in pages) == count
+    others = [(tables.ROOT / "docs" / name).read_text() for name in tables.OTHERS]
+    assert [tables.with_stale_lines(page) for page in others] == others
+    assert all("<!-- stale: " in page for page in others)
+
+
+def test_the_figure_has_the_shapes_of_three_lengths(tmp_path):
+    """Neither linear attention, nor a shape of two lengths, nor calls without a gate."""
+    row = {"p": 2, "B": 1, "H": 2, "G": 2, "gated": True, "mode": "forward+backward", "device": "cuda", "ms": 1.0,
+           "peer_ms": 2.0, "processor": "a GPU", "dtype": "bfloat16"}  # fmt: skip
+    rows = [row | {"K": width, "T": time, "peer": peer} for width in (64, 128) for time in (8, 16, 32)
+            for peer in ("cuDNN", "linear")]  # fmt: skip
+    few = [row | {"K": 64, "H": 4, "T": time, "peer": "cuDNN"} for time in (8, 16)]
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = []
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+        ops.plot([*rows, *few, rows[0] | {"gated": False, "K": 256}], tmp_path / "ops.png")
+    titles = [axis.get_title() for axis in drawn[0].axes]
+    assert titles == ["K = V = 64: B 1, H 2, G 2", "K = V = 128: B 1, H 2, G 2"]
+    assert [line.get_label() for line in drawn[0].axes[0].lines] == ["sympow, p = 2", "cuDNN"]
+
+
+def test_the_readme_quotes_the_committed_times():
+    """Ratios of cuDNN's time to ours at B 8, H 12, forward and backward; and of a step of decoding."""
+    rows = {(row["K"], row["T"]): row["ratio"] for row in read(tables.RESULTS / "ops_h200.csv")
+            if row["mode"] == "forward+backward" and "cuDNN" in row["peer"] and row["gated"]
+            and (row["p"], row["B"], row["H"], row["G"]) == (2, 8, 12, 12)}  # fmt: skip
+    texts = [" ".join((tables.ROOT / name).read_text().split()) for name in ("README.md", "docs/results/speed.md")]
+    assert 9.5 <= rows[64, 65536] < 10.5 and all("a tenth of" in text for text in texts)
+    assert 2.8 <= rows[128, 65536] < 3.2 and "a third with K = V = 128" in texts[0] and "a third of it" in texts[1]
+    times = [f"{1 / rows[width, 4096]:.1f}" for width in (64, 128)]
+    assert f"at 4,096 tokens {times[0]} and {times[1]} times its time" in texts[0]
+    assert f"{times[1]} times its time at 4,096 tokens" in texts[1] and rows[64, 1024] > 1
+    step = next(row for row in read(tables.RESULTS / "decoding_h200.csv") if (row["B"], row["K"]) == (1, 64))
+    assert 7.5 <= step["ratio"] < 8.6 and "decoding takes an eighth of its time over 65,536 tokens" in texts[0]

@@ -4,6 +4,8 @@ import gzip
 import json
 import random
 import signal
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,7 +71,7 @@ def stopped_and_continued(out, *data):
     return end(out)
 
 
-def jsonl_gz(here):
+def jsonl_gz(here, monkeypatch):
     (here / "rows").mkdir()
     for i in range(4):
         rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[5 * i : 5 * i + 5])
@@ -77,13 +79,13 @@ def jsonl_gz(here):
     return ["data.kind=text", "data.path=rows"]
 
 
-def parquet(here):
+def parquet(here, monkeypatch):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"content": TEXTS}), here / "a.parquet")
     return ["data.kind=text", "data.path=a.parquet", "data.text_field=content"]
 
 
-def dataset(here):
+def dataset(here, monkeypatch):
     arrow = pytest.importorskip("pyarrow")
     (here / "saved").mkdir()
     table = arrow.table({"text": TEXTS})
@@ -94,9 +96,16 @@ def dataset(here):
     return ["data.kind=text", "data.path=saved"]
 
 
-@pytest.mark.parametrize("form", [jsonl_gz, parquet, dataset])
-def test_files_of_rows_train_as_a_folder_of_texts(here, form):
-    data = form(here)
+def stream(here, monkeypatch):
+    rows = [{"text": text} for text in [*TEXTS, "of no use"]]
+    stub = SimpleNamespace(load_dataset=lambda *names, split, streaming: iter(rows))
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    return ["data.kind=text", "data.path=hf://datasets/owner/name?rows=20"]
+
+
+@pytest.mark.parametrize("form", [jsonl_gz, parquet, dataset, stream])
+def test_files_of_rows_train_as_a_folder_of_texts(here, monkeypatch, form):
+    data = form(here, monkeypatch)
     assert train("plain", "data.kind=text", "data.path=texts") == 0
     assert stopped_and_continued("rows-run", *data) == end("plain")
 

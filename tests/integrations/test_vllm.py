@@ -123,6 +123,12 @@ def test_two_ranks(tmp_path, name):
 
 
 @needs_vllm
+def test_lora_is_refused(tmp_path):
+    done = run(tmp_path, make("llama"), [], enable_lora=True)
+    assert done.returncode != 0 and "models of sympow take no LoRA in vLLM: merge the adapter" in done.stderr
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("name", "line"),
     [

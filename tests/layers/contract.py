@@ -51,6 +51,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"n_kv_heads": 1, "qk_norm": True, "chunk_size": 5},
         {"short_convolution": 2, "output_gate": True},
         {"feature_map": "elu+1", "short_convolution": 4, "head_norm": True},
+        {"feature_map": "taylor", "head_dim": 4},
+        {"feature_map": "taylor", "head_dim": 4, "n_kv_heads": 2, "value_dim": 10, "rotation": "none"},
     ],
     "window": [
         {"window": 1},
@@ -101,6 +103,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"max_length": 9, "bands": 2, "frequency": 3.0, "decays": (0.5, 2.0)},
         {"max_length": 400, "multi_head": True},
         {"max_length": 9, "multi_head": True},
+        {"max_length": 400, "recurrences": 2},
+        {"max_length": 9, "recurrences": 3},
     ],
 }
 CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]

@@ -177,6 +177,20 @@ def test_elu_features_are_the_formula(rotation):
     torch.testing.assert_close(layer(x), layer.out(y.flatten(2)), **TIGHT)
 
 
+@pytest.mark.parametrize("rotation", ["fixed", "none"])
+def test_taylor_features_are_the_formula(rotation):
+    """Weights 1 + s + s^2 / 2, in the state of p = 2 for keys with one more channel."""
+    layer = LinearAttention(8, 2, feature_map="taylor", rotation=rotation).double()
+    layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    x = random(1, 10, 8)
+    q, k, v = layer.rotated_heads(x)
+    s = torch.einsum("bthk,bshk->bhts", q, k) / 2
+    weight = (1 + s + s**2 / 2).tril()
+    y = torch.einsum("bhts,bshv->bthv", weight / (weight.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(layer(x), layer.out(y.flatten(2)), **TIGHT)
+    assert layer.init_state(1).memory.s.shape == (1, 2, 15, 4)
+
+
 def test_elu_keeps_its_precision_late_in_a_row_of_documents():
     layer = LinearAttention(8, 2, feature_map="elu+1")
     x = random(1, 20_000, 8).float()

@@ -153,7 +153,7 @@ def by_document(case: Case, inputs: dict[str, Tensor | None], form: Callable) ->
     ends = (0, *(case.ends or (case.T,)))
     outs, states = [], []
     for n, span in enumerate(slice(a, b) for a, b in pairwise(ends)):
-        state = PowerState.zeros(1, case.G, case.K, case.V, case.p, dtype=inputs["k"].dtype, device=DEVICE)
+        state = PowerState.zeros(1, case.G, case.K, case.V, case.p, dtype=inputs["k"].dtype, device=inputs["k"].device)
         if case.state:
             rows = slice(None) if case.ends is None else slice(n, n + 1)
             state = PowerState(inputs["s"][rows], inputs["z"][rows], case.p, case.K)
@@ -303,7 +303,7 @@ def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | Non
         return None
 
     def form(q: Tensor, k: Tensor, _: Tensor, log_g: Tensor | None, state: PowerState | None) -> tuple:
-        state = state or PowerState.zeros(k.shape[0], case.G, case.K, case.V, case.p, dtype=k.dtype, device=DEVICE)
+        state = state or PowerState.zeros(k.shape[0], case.G, case.K, case.V, case.p, dtype=k.dtype, device=k.device)
         z, outs = state.z, []
         log_g = k.new_zeros(k.shape[:3]) if log_g is None else log_g.clamp(min=-800)
         for queries, keys, gates in zip(*(x.split(32, 1) for x in (q, k, log_g)), strict=True):

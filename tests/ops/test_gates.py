@@ -1,7 +1,9 @@
 """Every gate that is accepted gives the right numbers: random calls with gates from 0 to -3e38, many resets among them,
 against a recurrence in float64 that is written here and shares nothing with the package.
 
-`GATE_CASES=3000 python -m pytest -s tests/ops/test_gates.py` draws so many calls for every implementation and dtype.
+`GATE_CASES=3000 python -m pytest -s tests/ops/test_gates.py` draws so many calls for every implementation and dtype,
+in parts of PART calls, so that `-n` runs them in several processes. The calls of a part then share their options, since
+a GPU's kernels are compiled for each.
 """
 
 import math
@@ -30,6 +32,7 @@ from tests.ops.contract import (
 )
 
 CASES = int(os.environ.get("GATE_CASES", "0"))
+PART = 25
 HARDEST = -3e38  # nearly the least number of float32
 
 
@@ -38,7 +41,7 @@ def rows_of(key_dim: int, p: int) -> tuple[Tensor, Tensor]:
     """The channels [D, p] and the weight [D] of every row of a state, (M7)."""
     rows = list(combinations_with_replacement(range(key_dim), p))
     orderings = [math.factorial(p) / math.prod(map(math.factorial, Counter(row).values())) for row in rows]
-    return torch.tensor(rows, device=DEVICE), torch.tensor(orderings, dtype=torch.float64, device=DEVICE).sqrt()
+    return torch.tensor(rows), torch.tensor(orderings, dtype=torch.float64).sqrt()
 
 
 def recurrence(
@@ -72,10 +75,10 @@ def recurrence(
 
 
 def expected(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """What `contract.run` returns, by the recurrence."""
-    high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
+    """What `contract.run` returns, by the recurrence, on the CPU, where its many small steps take less time."""
+    high = {name: None if x is None else x.detach().cpu().double().requires_grad_() for name, x in inputs.items()}
     results = by_document(case, high, partial(recurrence, case))
-    return with_gradients(results, high, row_weights_of(case, high))
+    return {name: x.to(DEVICE) for name, x in with_gradients(results, high, row_weights_of(case, high)).items()}
 
 
 def hard_gates(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -106,17 +109,18 @@ def hard_gates(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def drawn(
-    seed: int, dtype: torch.dtype, time: int, largest: int, wide: bool = False
+    seed: int, options: int, dtype: torch.dtype, time: int, largest: int, wide: bool = False
 ) -> tuple[Case, dict[str, Tensor | None], int | None]:
-    """A call with at most `time` tokens and K and V at most `largest`: its case, inputs and tokens of a chunk. `wide`:
-    K and V are equal, and of sizes for which a GPU has kernels of its own."""
-    draw = random.Random(seed)
+    """A call with at most `time` tokens and K and V at most `largest`: its case, inputs and tokens of a chunk.
+    `options` is the seed of what kernels are compiled for. `wide`: K and V are equal, and of sizes for which there are
+    kernels for Hopper."""
+    values, draw = random.Random(seed), random.Random(options)
     p = draw.choice((1, 2, 2, 2, 2, 3, 4))
     groups, packed = draw.choice((1, 1, 2)), draw.random() < 0.3
-    length = draw.randint(1, draw.choice((4, time // 2, time)))
-    ends = (*sorted(draw.randint(0, length) for _ in range(draw.randint(1, 3))), length) if packed else None
+    length = values.randint(1, values.choice((4, time // 2, time)))
+    ends = (*sorted(values.randint(0, length) for _ in range(values.randint(1, 3))), length) if packed else None
     case = Case(
-        B=1 if packed else draw.choice((1, 2)),
+        B=1 if packed else values.choice((1, 2)),
         T=length,
         H=groups * draw.choice((1, 1, 2, 3)),
         G=groups,
@@ -151,21 +155,24 @@ def check(impl: str, dtype: torch.dtype, case: Case, inputs: dict[str, Tensor | 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CALLS = [(impl, dtype) for impl in ("eager", "reference", "triton") for dtype in DTYPES]
 CALLS.remove(("triton", "float64"))
+PARTS = range(-(-CASES // PART) or 1)
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("impl", "dtype"), CALLS)
-def test_random_gates(impl, dtype):
+def test_random_gates(impl, dtype, part):
     """Outputs, states, and the gradients of all inputs, of whole rows and of packed documents."""
     interpreted = impl == "triton" and DEVICE == "cpu"
     if impl == "triton":
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = CASES or (4 if interpreted else 40)
-    first = 1_000_000 * CALLS.index((impl, dtype))
+    count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 40
+    first = 1_000_000 * CALLS.index((impl, dtype)) + part * PART
     for seed in range(first, first + count):
-        wide = impl == "triton" and not interpreted and seed % 4 > 0
+        options = first if CASES else seed
+        wide = impl == "triton" and not interpreted and (options // PART if CASES else options) % 4 > 0
         size = (40, 4) if interpreted else (700, 8) if wide else (150, 8)
-        case, inputs, chunk = drawn(seed, DTYPES[dtype], *size, wide)
+        case, inputs, chunk = drawn(seed, options, DTYPES[dtype], *size, wide)
         try:
             check(impl, DTYPES[dtype], case, inputs, chunk)
         except AssertionError as error:
@@ -226,17 +233,18 @@ def steps(impl: str, case: Case, inputs: dict[str, Tensor | None], draw: random.
     return {"out": torch.cat(outs, 1), "s": state.s, "z": state.z}
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("impl", "dtype"), CALLS)
-def test_random_gates_of_steps(impl, dtype):
+def test_random_gates_of_steps(impl, dtype, part):
     """On both kinds of states, with tails that are folded at any token."""
     interpreted = impl == "triton" and DEVICE == "cpu"
     if impl == "triton":
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = CASES or (3 if interpreted else 20)
-    first = 20_000_000 + 1_000_000 * CALLS.index((impl, dtype))
+    count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 20
+    first = 20_000_000 + 1_000_000 * CALLS.index((impl, dtype)) + part * PART
     for seed in range(first, first + count):
-        case, inputs, _ = drawn(seed, DTYPES[dtype], *((16, 4) if interpreted else (60, 8)))
+        case, inputs, _ = drawn(seed, first if CASES else seed, DTYPES[dtype], *((16, 4) if interpreted else (60, 8)))
         if case.ends is not None:
             case = replace(case, ends=None)
             inputs |= {n: None if inputs[n] is None else inputs[n][:1].detach() for n in ("s", "z")}

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, export
 
-from sympow.layers import LinearAttention, PowerAttention
-from sympow.models import LanguageModel, preset
-from sympow.ops import PowerState, power_attention, power_attention_step
+from sympow.layers import LinearAttention, PowerAttention, PowerDeltaAttention, WindowAttention
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, preset
+from sympow.ops import PowerState, Rotation, power_attention, power_attention_step
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.rotary import rotary_positions
 
 T, H, V = 12, 2, 3
 FORMS = [{}, {"chunk_size": 4}, {"return_state": True}, {"chunk_size": 4, "return_state": True, "p": 4}, {"p": 6}]
@@ -92,3 +95,129 @@ def test_a_model():
 def test_borders_without_values_are_refused():
     with FakeTensorMode(), pytest.raises(ValueError, match=r"^cu_seqlens must have values here; got a fake or a meta"):
         power_attention(*inputs(4), cu_seqlens=torch.zeros(3, dtype=torch.int64))
+
+
+LENGTHS = [2, 3, 5, 8, 16, 17, 31, 64, 100, 127, 128, 129, 200, 255, 256, 257, 300, 384, 385, 500]  # by 20 of a user
+DYNAMIC = {"dynamic": True, "fullgraph": True}
+MIXERS = [
+    (PowerAttention, {}, {}),
+    (PowerAttention, {"p": 4, "gate": False, "n_kv_heads": 1, "qk_norm": True}, DYNAMIC),
+    (PowerAttention, {"rotation": "data", "chunk_size": 64}, DYNAMIC),
+    (PowerDeltaAttention, {}, DYNAMIC),
+]
+
+
+def values_and_gradients(module: nn.Module, x: torch.Tensor, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = module(x)
+    rows = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad((y * rows).sum(), [x, *weights])]
+
+
+@pytest.mark.parametrize(("layer", "more", "options"), MIXERS, ids=str)
+def test_20_lengths_need_few_graphs(layer, more, options):
+    mixer = layer(8, 2, **more).double()
+    weights, generator = list(mixer.parameters()), torch.Generator().manual_seed(0)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(mixer, backend="aot_eager", **options)
+    for time in LENGTHS:
+        x = torch.randn(1, time, 8, dtype=torch.float64, generator=generator)
+        torch.testing.assert_close(values_and_gradients(compiled, x, weights), values_and_gradients(mixer, x, weights))
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
+def test_20_lengths_of_a_model_need_few_graphs(options):
+    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),)), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", **options)
+    with torch.no_grad():
+        for time in LENGTHS:
+            tokens = torch.randint(11, (1, time), generator=generator)
+            torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+class WithStates(nn.Module):
+    """A call that has a state before and after, and a rotation whose positions have gradients."""
+
+    def forward(self, q, k, v, log_g, s, z):
+        positions = rotary_positions(log_g.sigmoid()[..., :1])
+        rotation = Rotation(positions, torch.tensor([1.0, 0.1], dtype=torch.float64))
+        state = PowerState(s, z, 2, q.shape[3])
+        out, state = power_attention(q, k, v, log_g, initial_state=state, return_state=True, rotation=rotation)
+        return out, state.s, state.z
+
+
+@pytest.mark.parametrize("used", [(1,), (0, 1, 2)], ids=str)
+def test_states_in_a_graph_have_their_gradients(used):
+    """Also where only one of the results has a gradient."""
+    torch.compiler.reset()
+    compiled = torch.compile(WithStates(), backend="aot_eager", dynamic=True, fullgraph=True)
+    for time in (150, 7):
+        tensors = [*inputs(4, time), torch.ones(1, H, spow_dim(4, 2), V), 2 * torch.ones(1, H, spow_dim(4, 2))]
+        found = []
+        for call in (compiled, WithStates()):
+            leaves = [x.double().requires_grad_() for x in tensors]
+            results = call(*leaves)
+            grads = torch.autograd.grad(sum(results[i].sin().sum() for i in used), leaves, allow_unused=True)
+            # The rotation comes to v by no way; what is not used has zeros in a graph and None without.
+            found.append([*(x.detach() for x in results), *(torch.zeros(()) if g is None else g for g in grads)])
+        for own, expected in zip(*found, strict=True):
+            torch.testing.assert_close(own, expected.expand_as(own).to(own.dtype))
+    torch.compiler.reset()
+
+
+def test_values_are_checked_in_compiled_code():
+    compiled = torch.compile(power_attention, backend="eager", fullgraph=True)
+    q = torch.full((1, 4, 1, 2), 1e20)
+    with pytest.raises(ValueError, match=r"^the sums of \(scale q.k\)\*\*p leave the range"):
+        compiled(q, q, q)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("form", "strict"), [({}, True), ({"chunk_size": 4, "return_state": True}, False)], ids=str)
+def test_export_of_the_op_with_a_dynamic_length(form, strict):
+    """In operators of torch alone, with resets of the gate."""
+    op, time = Op(**form), {1: Dim("time")}
+    program = export(op, inputs(4), dynamic_shapes=(time, time, time, time), strict=strict)
+    assert {node.target.namespace for node in program.graph.nodes if node.op == "call_function"
+            and hasattr(node.target, "namespace")} == {"aten"}  # fmt: skip
+    for length in (2, 5, 300):
+        q, k, v, log_g = inputs(4, length)
+        log_g[:, length // 2] = -1e9
+        for own, expected in zip(program.module()(q, k, v, log_g), op(q, k, v, log_g), strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "more"), [(PowerAttention, {"rotation": "data"}), (WindowAttention, {"window": 8})], ids=str
+)
+def test_export_of_layers_with_a_dynamic_length(layer, more):
+    mixer = layer(16, 2, **more).eval()
+    program = export(mixer, (torch.ones(1, T, 16),), dynamic_shapes=({1: Dim("time")},))
+    for length in (3, 40, 200):
+        x = torch.randn(1, length, 16, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(program.module()(x), mixer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_export_of_a_model_with_a_dynamic_length(tmp_path):
+    """Of any batch too; the saved file is loaded again."""
+    config = ModelConfig(9, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),), body="llama")
+    model = LanguageModel(config, seed=0).eval()
+    with torch.no_grad():
+        shapes = ({0: Dim("batch"), 1: Dim("time")},)
+        torch.export.save(
+            export(model, (torch.zeros(2, 8, dtype=torch.int64),), dynamic_shapes=shapes), tmp_path / "m.pt2"
+        )
+        program = torch.export.load(tmp_path / "m.pt2").module()
+        for batch, length in ((1, 3), (3, 40), (2, 300)):
+            tokens = torch.randint(9, (batch, length), generator=torch.Generator().manual_seed(0))
+            torch.testing.assert_close(program(tokens), model(tokens), rtol=1e-4, atol=1e-5)

@@ -43,6 +43,7 @@ def test_validation_chooses_and_the_test_does_not(made_up):
     assert chosen(rows) == rows[2:4]
     tied = [row(1e-3, 0, 0.5, 0.2, loss=2.0), row(1e-2, 0, 0.5, 0.2, loss=1.0), row(1e-1, 0, 0.5, 0.2, math.nan)]
     assert chosen(tied) == [tied[1]] == chosen(tied[::-1])
+    assert chosen([row(1e-3, 0, 1.0, 0.5), *rows[2:]]) == rows[2:4]  # one seed does not count beside two
 
 
 def test_settings_are_chosen_for_apart(made_up):

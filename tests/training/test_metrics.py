@@ -3,10 +3,13 @@
 import errno
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
+from sympow.training.config import TRACKERS
 from sympow.training.metrics import MetricsWriter, read_metrics
+from sympow.training.trackers import open_tracker
 
 
 def write(run_dir, start, steps):
@@ -69,32 +72,103 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     metrics.close()
 
 
-def test_missing_extra_is_named(tmp_path, monkeypatch):
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"training metrics need tensorboard: pip install 'sympow\[train\]'"):
-        MetricsWriter(tmp_path, 0)
+    write(tmp_path, 0, [1, 2])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2] and not (tmp_path / "tensorboard").exists()
 
 
-def test_a_tracker_gets_every_row(tmp_path, make_config, monkeypatch):
-    calls = []
+class Service:
+    """The calls that a service gets."""
 
-    class Tracker:
-        def log(self, row, step):
-            calls.append((step, row))
+    def __init__(self, *names, **options):
+        self.calls, self.names, self.options = [], names, options
 
-        def finish(self):
-            calls.append("finished")
+    def log(self, row, step):
+        self.calls.append((step, row))
 
+    def finish(self):
+        self.calls.append("finished")
+
+    def start(self):
+        self.calls.append("started")
+
+    def store_init_configuration(self, values):
+        self.calls.append(values)
+
+
+@pytest.fixture
+def services(monkeypatch):
+    """Packages of services whose runs are kept. MLflow knows runs by their tags."""
     opened = []
-    fake = types.SimpleNamespace(init=lambda **options: opened.append(options) or Tracker())
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+
+    def open_run(*names, **options):
+        opened.append(Service(*names, **options))
+        return opened[-1]
+
+    def search_runs(experiment_names, filter_string, output_format):
+        same = [run for run in opened if run.options["tags"]["sympow.folder"] in filter_string]
+        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id="known"))] * len(same)
+
+    tracking = types.SimpleNamespace(PartialState=lambda: None, MLflowTracker=open_run, CometMLTracker=open_run)
+    monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace(tracking=tracking))
+    monkeypatch.setitem(sys.modules, "accelerate.tracking", tracking)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=open_run))
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(search_runs=search_runs))
+    monkeypatch.setitem(sys.modules, "comet_ml", types.SimpleNamespace())
+    return opened
+
+
+@pytest.mark.parametrize("service", TRACKERS)
+def test_a_tracker_gets_every_row_and_continues(tmp_path, make_config, services, service):
+    config = make_config()
+    config = replace(config, execution=replace(config.execution, tracker=service))
     for _ in range(2):  # a run that goes on
-        metrics = MetricsWriter(tmp_path, 0, tracked=make_config())
+        metrics = MetricsWriter(tmp_path, 0, tracked=config)
         metrics.write({"step": 1, "loss": 2.0})
         metrics.close()
-    assert calls == [(1, {"step": 1, "loss": 2.0}), "finished"] * 2
-    assert opened[0] == opened[1] and opened[0]["id"].startswith("tiny-") and opened[0]["resume"] == "allow"
-    assert opened[0]["config"] == make_config().to_dict()
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"needs wandb: pip install 'sympow\[track\]'"):
-        MetricsWriter(tmp_path, 0, tracked=make_config())
+    first, second = services
+    assert all(run.calls[-2:] == [(1, {"step": 1, "loss": 2.0}), "finished"] for run in services)
+    if service == "wandb":
+        assert first.options == second.options and first.options["id"].startswith("tiny-")
+        assert first.options["resume"] == "allow" and first.options["config"] == config.to_dict()
+        return
+    assert first.calls[0] == "started" and first.calls[1]["training.steps"] == config.training.steps
+    assert first.names == second.names == ("sympow",)
+    if service == "mlflow":
+        assert first.options["run_name"] == "tiny" and second.options["run_id"] == "known"
+        assert len(second.calls) == 3  # no configuration, which MLflow may refuse
+    else:
+        assert first.options == second.options and first.options["mode"] == "get_or_create"
+
+
+@pytest.mark.parametrize(
+    ("service", "missing", "line"),
+    [
+        ("wandb", "wandb", r"the tracker needs wandb: pip install 'sympow\[track\]'$"),
+        ("mlflow", "mlflow", r"the tracker needs mlflow: pip install mlflow$"),
+        ("comet_ml", "accelerate.tracking", r"the tracker needs accelerate: pip install 'sympow\[track\]'$"),
+    ],
+)
+def test_a_missing_package_is_named(tmp_path, make_config, services, monkeypatch, service, missing, line):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=line):
+        open_tracker(service, "tiny", {}, tmp_path)
+
+
+def test_mlflow_itself(tmp_path, monkeypatch):
+    for name in ("mlflow", "accelerate"):
+        pytest.importorskip(name)
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    for first in (1, 3):
+        run = open_tracker("mlflow", "tiny", {"training": {"steps": first}}, tmp_path)
+        for step in (first, first + 1):
+            run.log({"step": step, "loss": 1 / step}, step)
+        run.finish()
+    (found,) = mlflow.search_runs(experiment_names=["sympow"], output_format="list")
+    history = mlflow.tracking.MlflowClient().get_metric_history(found.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(step, 1 / step) for step in (1, 2, 3, 4)]
+    assert found.data.params == {"training.steps": "1"} and found.info.run_name == "tiny"

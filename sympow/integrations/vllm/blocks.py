@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from sympow.integrations.vllm.attention import keeps_cache
+from sympow.integrations.vllm.pages import Page, keeps_state, page_of
 from sympow.integrations.vllm.ranks import rank_config
-from sympow.integrations.vllm.states import Page, keeps_state, page_of
 from sympow.layers import trust_code
 from sympow.models import ModelConfig
 from sympow.models.bodies import BODIES

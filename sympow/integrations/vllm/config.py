@@ -18,6 +18,8 @@ class SympowModelConfig(VerifyAndUpdateConfig):
         """Raises ValueError for bodies, mixers and options that the model cannot be served with."""
         if vllm_config.num_speculative_tokens:
             raise ValueError("models of sympow cannot take back drafted tokens in vLLM: leave speculative_config out")
+        if vllm_config.lora_config is not None:
+            raise ValueError("models of sympow take no LoRA in vLLM: merge the adapter, and leave enable_lora out")
         model = vllm_config.model_config
         if model.quantization is not None:
             raise ValueError(f"models of sympow are served in float32 or bfloat16; got {model.quantization=}")

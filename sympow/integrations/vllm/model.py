@@ -22,8 +22,9 @@ from vllm.platforms import current_platform
 from sympow.integrations.transformers.modeling import native_name
 from sympow.integrations.vllm.attention import CachedAttention, keeps_cache
 from sympow.integrations.vllm.blocks import common_page, rank_blocks, trusted_config
+from sympow.integrations.vllm.pages import Page
 from sympow.integrations.vllm.ranks import rank_part
-from sympow.integrations.vllm.states import Page, PagedMixer
+from sympow.integrations.vllm.states import PagedMixer
 from sympow.models.bodies import BODIES
 from sympow.models.bodies.base import PreNormBlock
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,24 +15,9 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
+from sympow.integrations.vllm.pages import Part, page_of, step_on_pages
 from sympow.layers import MixerState
 from sympow.layers.base import Mixer
-
-
-@dataclass
-class Part:
-    """The requests of a batch that read equally many tokens, which are stepped as one batch.
-
-    Attributes:
-        tokens: int64 [B, T'], the indices of the requests' tokens in the batch.
-        pages: int64 [B], the page of each request.
-        read: int64 [B], the number of tokens that each request has read before. If it is 0, the page still contains
-            the state of an earlier request.
-    """
-
-    tokens: Tensor
-    pages: Tensor
-    read: Tensor
 
 
 @dataclass
@@ -112,22 +97,7 @@ class PagedMixer(MambaBase):
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # before there are pages, vLLM measures how much memory a batch takes
             return self.mixer.step(x[None], self.first.clone())[0][0]
-        y = torch.zeros_like(x)
-        for part in metadata[self.name].parts:
-            out, after = self.mixer.step(x[part.tokens], self._state(part))
-            for held, tensor in zip(self.kv_cache, after.counting(0).tensors(), strict=True):
-                held.index_copy_(0, part.pages, tensor)
-            y[part.tokens] = out
-        return y
-
-    def _state(self, part: Part) -> MixerState:
-        """Returns the states of a part, copied out of their pages."""
-        taken = []
-        for held, first in zip(self.kv_cache, self.first.tensors(), strict=True):
-            begins = (part.read == 0).view(-1, *[1] * (held.ndim - 1))
-            taken.append(torch.where(begins, first, held.index_select(0, part.pages)))
-        tensors = iter(taken)
-        return self.first.mapped(lambda _: next(tensors)).counting(part.read)
+        return step_on_pages(self.mixer, self.first, self.kv_cache, x, metadata[self.name].parts)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shape of each tensor in a page, without the dimension of the pages."""
@@ -145,21 +115,3 @@ class PagedMixer(MambaBase):
     def mamba_type(self) -> MambaAttentionBackendEnum:
         """Returns the kind of the layer: a custom one."""
         return MambaAttentionBackendEnum.CUSTOM
-
-
-class Page(NamedTuple):
-    """Describes a page by the shapes and dtypes of the tensors of one sequence's state."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-
-
-def page_of(state: MixerState) -> Page:
-    """Describes a page that contains this state."""
-    tensors = list(state.tensors())
-    return Page(tuple(tuple(tensor.shape[1:]) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
-
-
-def keeps_state(mixer: Mixer) -> bool:
-    """Tells whether a page can contain the state of a mixer: the size must not depend on the number of tokens read."""
-    return mixer.causal and not mixer.reads_tokens and mixer.init_state(1).rows_may_differ

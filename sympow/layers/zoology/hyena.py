@@ -23,7 +23,7 @@ _SHORT = 3  # taps of the convolution of the projections
 
 @dataclass
 class HyenaState(MixerState):
-    """Holds the last two projections [B, 2, 3 d], and the inputs of the long convolution, see `Hyena._gated`."""
+    """Holds the last two projections [B, 2, (R + 2) d], and the inputs of the long convolutions, see `Hyena`."""
 
     short: Tensor
     long: InputCache
@@ -33,13 +33,15 @@ class Hyena(Mixer):
     """Computes W_o (q * (h (*) (k * v))); q, k, v are short convolutions of projections (Poli et al., "Hyena", 2023).
 
     With `multi_head`, as in MultiHyena (Massaroli et al., "Laughing Hyena Distillery", 2023, section 4): a head of
-    width d / n_heads has one filter, k v^T replaces k * v, and y = q^T (h (*) k v^T). There is no recurrence: a step
-    keeps the inputs of the convolution and costs O(max_length) a token.
+    width d / n_heads has one filter, k v^T replaces k * v, and y = q^T (h (*) k v^T). With R `recurrences`, z_R takes
+    the place of q * (h (*) (k * v)), where z_0 = k * v and z_r = q_r * (h_r (*) z_{r-1}). A step keeps the inputs of
+    the convolutions and costs O(max_length) a token.
 
     Args:
         d_model, n_heads: as in `Mixer`.
         max_length: taps of the filter; tokens further back are not seen.
         multi_head: whether there are n_heads heads with one filter each; otherwise each channel has a filter.
+        recurrences: R, the number of long convolutions one after another; Poli's order less one.
         order: width of the filter's network.
         bands: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
         frequency, decays: of the filter, see `ImplicitFilter`.
@@ -52,6 +54,7 @@ class Hyena(Mixer):
         *,
         max_length: int,
         multi_head: bool = False,
+        recurrences: int = 1,
         order: int = 64,
         bands: int = 16,
         frequency: float = 1.0,
@@ -60,11 +63,16 @@ class Hyena(Mixer):
         super().__init__(d_model, n_heads)
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
-        self.heads = n_heads if multi_head else d_model
-        self.held = d_model if self.heads == d_model else 2 * d_model  # elements of the cache for each token
-        self.projections = nn.Linear(d_model, 3 * d_model)
-        self.short = DepthwiseConvolution(3 * d_model, _SHORT)
-        self.filter = ImplicitFilter(self.heads, max_length, order, bands, frequency, decays)
+        if isinstance(recurrences, bool) or not isinstance(recurrences, int) or recurrences < 1:
+            raise ValueError(f"recurrences must be an integer of at least 1; got {recurrences!r}")
+        if multi_head and recurrences > 1:
+            raise ValueError(f"multi_head has one recurrence; got recurrences {recurrences}")
+        self.heads, self.recurrences = n_heads if multi_head else d_model, recurrences
+        # Elements of the cache for each token.
+        self.held = recurrences * d_model if self.heads == d_model else 2 * d_model
+        self.projections = nn.Linear(d_model, (recurrences + 2) * d_model)
+        self.short = DepthwiseConvolution((recurrences + 2) * d_model, _SHORT)
+        self.filter = ImplicitFilter(recurrences * self.heads, max_length, order, bands, frequency, decays)
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()
 
@@ -80,9 +88,9 @@ class Hyena(Mixer):
 
     def training_flops(self, time: int) -> int:
         """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
-        short = convolution_flops(time, _SHORT, 3 * self.d_model)
+        short = convolution_flops(time, _SHORT, (self.recurrences + 2) * self.d_model)
         if self.heads == self.d_model:
-            return short + convolution_flops(time, self.filter.max_length, self.d_model)
+            return short + convolution_flops(time, self.filter.max_length, self.recurrences * self.d_model)
         width = self.d_model // self.heads
         # By states, which queries read, or by scores.
         states = convolution_flops(time, self.filter.max_length, self.d_model * width) + 6 * time * self.d_model * width
@@ -101,33 +109,49 @@ class Hyena(Mixer):
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, own_weight(self.out))
         projected, short = self.short.step(self.projections(x), state.short)
-        q, new = self._gated(projected)
-        seen = concatenated([state.long.ordered().to(new.dtype), new], dim=1)
-        return self.out(self._long(q, seen)), HyenaState(short, state.long.extend(new))
+        y, new = self._long(projected, state.long.ordered().to(projected.dtype))
+        return self.out(y), HyenaState(short, state.long.extend(new))
 
     def state_size(self, context: int) -> int:
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.held * capacity(context, self.filter.max_length) + self.short.state_size()
 
     def fused(self) -> dict[str, list[int]]:
-        """Names `projections`, which holds the projections to q, k and v; see `Mixer.fused`."""
-        return {"projections": [self.d_model] * 3}
+        """Names `projections`, which holds the projections to q_R, ..., q_1, k and v; see `Mixer.fused`."""
+        return {"projections": [self.d_model] * (self.recurrences + 2)}
 
     def _mixed(self, projected: Tensor) -> Tensor:
-        return self._long(*self._gated(self.short(projected)))
+        return self._long(self.short(projected))[0]
 
-    def _gated(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits [B, T, 3 d] into q [B, T, d], and what later tokens need: k * v [B, T, d], or k and v [B, T, 2 d]."""
-        q, k, v = projected.chunk(3, dim=-1)
-        return q, k * v if self.heads == self.d_model else concatenated([k, v], dim=-1)
+    def _long(self, projected: Tensor, past: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Computes the gates and the long convolutions of T' tokens.
 
-    def _long(self, q: Tensor, seen: Tensor) -> Tensor:
-        """Maps q [B, T', d] and `gated` of T >= T' tokens to the outputs [B, T', d] of the last T' tokens."""
-        h = self.filter(seen.shape[1])
-        if self.heads == self.d_model:
-            return q * last_outputs(seen, h, q.shape[1])
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, *seen.chunk(2, dim=-1)))
-        return filtered_attention(q, k, v, h).flatten(2)
+        Args:
+            projected: [B, T', (R + 2) d].
+            past: the inputs of the convolutions before these tokens, [B, T, held]; None: there are none.
+
+        Returns:
+            the outputs [B, T', d], and the inputs of these tokens [B, T', held].
+        """
+        *gates, k, v = projected.chunk(self.recurrences + 2, dim=-1)
+        h = self.filter(projected.shape[1] + (0 if past is None else past.shape[1]))
+        if self.heads < self.d_model:
+            new = concatenated([k, v], dim=-1)
+            seen = _joined(past, new).chunk(2, dim=-1)
+            q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (*gates, *seen))
+            return filtered_attention(q, k, v, h).flatten(2), new
+        z, inputs = k * v, []
+        count = self.recurrences
+        pasts = [None] * count if past is None else past.chunk(count, -1)
+        for gate, before, taps in zip(reversed(gates), pasts, h.chunk(count, -1), strict=True):
+            inputs.append(z)
+            z = gate * last_outputs(_joined(before, z), taps, z.shape[1])
+        return z, inputs[0] if count == 1 else concatenated(inputs, dim=-1)
+
+
+def _joined(past: Tensor | None, new: Tensor) -> Tensor:
+    """Returns the tokens of the past and the new ones, [B, T + T', C]."""
+    return new if past is None else concatenated([past, new], dim=1)
 
 
 def filtered_attention(q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Causal depthwise convolution of a few taps: every channel by itself, documents apart.
 
 On a GPU there is one kernel for the forward, one for the backward and one for a step
-(`sympow.ops.fused.short_convolution_kernels`). Elsewhere it is plain torch.
+(`sympow.ops.fused.short_convolution_kernels`). Elsewhere, and for more taps than the kernels take, it is plain torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
+from sympow.ops.convolution import causal_convolution
 from sympow.ops.packed import borders, check_borders, document_starts
+
+MOST_TAPS = 16  # of the kernels, and of compiled code, which write out the sum over the taps
 
 
 def short_convolution(
@@ -41,10 +44,14 @@ def short_convolution(
         if cu_seqlens.device.type == "cpu":
             borders(cu_seqlens, x.shape[1])
         first = document_starts(cu_seqlens.to(x.device), x.shape[1])
-    if has_kernels(x.device, x.dtype):
+    few = weight.shape[1] <= MOST_TAPS
+    if few and has_kernels(x.device, x.dtype):
         from sympow.ops.fused.short_convolution_kernels import short_convolution as kernel
 
         y = kernel(x, weight, bias, first)
+    elif not few and first is None and (x.is_cuda or torch.compiler.is_compiling()):
+        with without_autocast(x):
+            y = (causal_convolution(x.to(_at_least_float32(x, weight)), weight.flip(1).T) + bias).to(x.dtype)
     else:
         y = _in_torch(x, weight, bias, first)
     return y if past is None else y[:, past.shape[1] :]
@@ -69,7 +76,7 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
         x = x.to(dtype)
     if x.shape[1] == 0:
         return x
-    if has_kernels(x.device, x.dtype):
+    if weight.shape[1] <= MOST_TAPS and has_kernels(x.device, x.dtype):
         from sympow.ops.fused.short_convolution_kernels import short_convolution_step as kernel
 
         return kernel(x, past, weight, bias)
@@ -81,7 +88,7 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
 
 
 def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.promote_types(weight.dtype, torch.float32))
+    dtype = _at_least_float32(x, weight)
     wide, width = x.to(dtype), weight.shape[1]
     with without_autocast(x):
         if first is None and x.shape[1] and not torch.compiler.is_compiling():
@@ -97,3 +104,7 @@ def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> 
             tap = padded[:, width - 1 - s : width - 1 - s + time] * weight[:, width - 1 - s].to(dtype)
             y = y + (tap if first is None else tap * (token - s >= first)[:, None])
     return y.to(x.dtype)
+
+
+def _at_least_float32(x: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.promote_types(weight.dtype, torch.float32))

@@ -16,14 +16,20 @@ from torch import Tensor
 from sympow.ops.first_order import first_order
 
 _LIBRARY = torch.library.Library("sympow", "FRAGMENT")
-_DEVICES = ("CUDA", "CPU")  # on the CPU kernels run in Triton's interpreter
+_DEVICES = ("CUDA", "CPU")  # of kernels; on the CPU they run in Triton's interpreter
+ALL_DEVICES = ("CompositeExplicitAutograd",)  # of functions in plain torch
 
 # The context of autograd, then the arguments of the operator and what it returned: keeps what the backward needs.
 Setup = Callable[[Any, tuple, Any], None]
 
 
 def operator(
-    fake: Callable, setup: Setup | None = None, backward: Callable | None = None, *, changes: tuple[str, ...] = ()
+    fake: Callable,
+    setup: Setup | None = None,
+    backward: Callable | None = None,
+    *,
+    changes: tuple[str, ...] = (),
+    devices: tuple[str, ...] = _DEVICES,
 ) -> Callable[[Callable], Callable]:
     """Makes a decorator that registers a function as the operator `sympow::` and its name.
 
@@ -32,6 +38,7 @@ def operator(
         setup: keeps what `backward` needs; None: the operator has no gradient.
         backward: of the context and the gradients of the results, returns those of all arguments, None for numbers.
         changes: the tensors that the function writes into.
+        devices: the keys of PyTorch's dispatcher for the devices that the function computes on.
 
     The function takes tensors, None and numbers by position, has type hints and has no defaults.
     The decorated function is called by position.
@@ -40,7 +47,7 @@ def operator(
     def decorate(function: Callable) -> Callable:
         name = function.__name__
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=changes))
-        for device in _DEVICES:
+        for device in devices:
             _LIBRARY.impl(name, function, device)
         torch.library.register_fake(f"sympow::{name}", fake, lib=_LIBRARY)
         registered = getattr(torch.ops.sympow, name).default
@@ -83,7 +90,8 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
 
     Args:
         name: of its node in the graph of autograd.
-        forward, backward: the methods of a `torch.autograd.Function`. The gradient cannot be differentiated.
+        forward: the method of that name of a `torch.autograd.Function`.
+        backward: its other method, whose results cannot be differentiated.
 
     Returns:
         A function with the arguments of `forward` after the context.

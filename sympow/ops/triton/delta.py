@@ -11,6 +11,7 @@ of two of them keeps its digits behind a gate that has decayed everything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from sympow.ops.runtime.launcher import launch as launch_kernel
 from sympow.ops.runtime.operator import operator
 from sympow.ops.triton import adapt as power
 from sympow.ops.triton import config, launch
-from sympow.ops.triton.config import padded_key_dim
 from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
 from sympow.ops.triton.operators import Options as PowerOptions
 from sympow.ops.triton.operators import backward as power_backward
@@ -35,10 +35,10 @@ from sympow.ops.triton.primitives import power as power_of
 from sympow.ops.types import PowerState
 
 BLOCK = 64  # tokens that are solved together
-CHECKED = (64,)  # padded key dims whose results and gradients were checked on a GPU
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
-_GROUP = 8  # blocks that one program solves; what earlier groups return for them is computed by many programs
+_GROUP = 4  # blocks that one program solves; what earlier groups return for them is computed by many programs
+_ROWS = 64  # rows of a program that adds up the gradients of keys
 _VANISHES = 256.0  # -log2 of a decay that is 0 in float32
 _LOG2_E = 1.4426950408889634
 
@@ -195,14 +195,14 @@ def _less_earlier(
 
 @triton.jit
 def earlier_pass(
-    k, target, high, low, update, first, T, count, group, G,
+    k, source, target, high, low, update, first, T, count, group, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes off target, in place, what the updates of earlier groups of blocks return for the blocks of one group.
+    """Computes target, float32: source less what the updates of earlier groups of blocks return, for one group.
 
-    target is float32 [B, count, G, V] for the `count` tokens of a chunk that begins at `first`. `group` is the first
-    block of the group. Grid: blocks of the group, rows, G.
+    source and target are [B, T, G, V]. The chunk has `count` tokens and begins at `first`. `group` is the first block
+    of the group. Grid: blocks of the group, rows, G.
     """
     b = tl.cast(tl.program_id(1), tl.int64)
     g = tl.program_id(2)
@@ -213,26 +213,26 @@ def earlier_pass(
     token = (start + n) * G + g
     x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
     mask = valid[:, None] & (c < V)[None, :]
-    here = target + ((b * count + n) * G + g)[:, None] * V + c[None, :]
-    acc = tl.load(here, mask=mask, other=0.0)
+    here = token[:, None] * V + c[None, :]
+    acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
     high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
     low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
     acc = _less_earlier(
         acc, x, high_i, low_i, k, update, high, low, start, g, G, 0, group, K, V, COLUMNS, P, BLOCK, GATED, PRECISION
     )
-    tl.store(here, acc, mask=mask)
+    tl.store(target + here, acc, mask=mask)
 
 
 @triton.jit
 def solve_pass(
-    k, target, beta, high, low, corrections, errors, update, first, T, count, group, blocks, G,
+    k, source, beta, high, low, corrections, errors, update, first, T, count, group, blocks, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes errors and update = beta errors, [B, T, G, V], of `blocks` blocks from the block `group` on.
 
-    target is float32 [B, count, G, V], what earlier groups leave of the values of the `count` tokens of a chunk that
-    begins at `first`. Grid: rows, G.
+    source [B, T, G, V] has what earlier chunks and groups leave of the values. The chunk has `count` tokens and begins
+    at `first`. Grid: rows, G.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
     g = tl.program_id(1)
@@ -245,7 +245,8 @@ def solve_pass(
         token = (start + n) * G + g
         x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
         mask = valid[:, None] & (c < V)[None, :]
-        acc = tl.load(target + ((b * count + n) * G + g)[:, None] * V + c[None, :], mask=mask, other=0.0)
+        here = token[:, None] * V + c[None, :]
+        acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
         high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
         low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
         acc = _less_earlier(
@@ -258,52 +259,9 @@ def solve_pass(
             r *= _decay(high_i, low_i, high_i, low_i)
         scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
         error = acc - tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
-        here = token[:, None] * V + c[None, :]
         tl.store(errors + here, error.to(errors.dtype.element_ty), mask=mask)
         tl.store(update + here, (error * scale).to(update.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # other threads read the update in the next iteration
-
-
-@triton.jit
-def own_value_gradient(
-    q, k, dout, high, low, out, T, H, G, CHUNK,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Computes out [B, T, G, V], float32: what the output gradients of a chunk say of the updates of its tokens.
-
-    Grid: blocks of tokens over all rows, G. CHUNK is a multiple of BLOCK.
-    """
-    count = tl.cdiv(T, BLOCK)
-    g = tl.program_id(1)
-    first = (tl.program_id(0) % count) * BLOCK
-    start = tl.cast(tl.program_id(0) // count, tl.int64) * T
-    c = tl.arange(0, COLUMNS)
-    t = tl.arange(0, BLOCK)
-    channel = tl.arange(0, K)[None, :]
-    valid = first + t < T
-    token = (start + first + t) * G + g
-    x = tl.load(k + token[:, None] * K + channel, mask=valid[:, None], other=0.0)
-    if GATED:
-        high_j = tl.load(high + token, mask=valid, other=0.0)
-        low_j = tl.load(low + token, mask=valid, other=0.0)
-    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    end = tl.minimum((first // CHUNK + 1) * CHUNK, T)
-    for m in range(first, end, BLOCK):
-        later = m + t < end
-        query = start + m + t
-        for r in range(R):
-            row = (query * H + g * R + r)[:, None]
-            y = tl.load(q + row * K + channel, mask=later[:, None], other=0.0)
-            d = tl.load(dout + row * V + c[None, :], mask=later[:, None] & (c < V)[None, :], other=0.0)
-            w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
-            if GATED:
-                high_i = tl.load(high + query * G + g, mask=later, other=0.0)
-                low_i = tl.load(low + query * G + g, mask=later, other=0.0)
-                w *= _decay_to_columns(high_j, low_j, high_i, low_i)
-            w = tl.where((m + t)[None, :] >= (first + t)[:, None], w, 0.0)
-            acc += tl.dot(w.to(d.dtype), d, input_precision=PRECISION)
-    tl.store(out + token[:, None] * V + c[None, :], acc, mask=valid[:, None] & (c < V)[None, :])
 
 
 @triton.jit
@@ -332,13 +290,13 @@ def _less_later(
 
 @triton.jit
 def later_pass(
-    k, du, high, low, dv, first, T, count, group, blocks, G,
+    k, source, target, high, low, dv, first, T, count, group, blocks, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes off du, in place, what the gradients dv of later groups say of the updates of the blocks of one group.
+    """Computes target, float32: source less what the gradients dv of later groups say of the updates of one group.
 
-    du is float32 [B, count, G, V] for the `count` tokens of a chunk that begins at `first`. `group` is the first block
+    source and target are [B, T, G, V]. The chunk has `count` tokens and begins at `first`. `group` is the first block
     of the group, which has `blocks`. Grid: blocks of the group, rows, G.
     """
     b = tl.cast(tl.program_id(1), tl.int64)
@@ -350,27 +308,27 @@ def later_pass(
     token = (start + n) * G + g
     x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
     mask = valid[:, None] & (c < V)[None, :]
-    here = du + ((b * count + n) * G + g)[:, None] * V + c[None, :]
-    acc = tl.load(here, mask=mask, other=0.0)
+    here = token[:, None] * V + c[None, :]
+    acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
     high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
     low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
     acc = _less_later(
         acc, x, high_i, low_i, k, dv, high, low, start, g, G, group + blocks, tl.cdiv(count, BLOCK), count,
         K, V, COLUMNS, P, BLOCK, GATED, PRECISION,
     )  # fmt: skip
-    tl.store(here, acc, mask=mask)
+    tl.store(target + here, acc, mask=mask)
 
 
 @triton.jit
 def solve_gradient_pass(
-    k, du, errors, beta, high, low, corrections, dv, dbeta, first, T, count, group, blocks, G,
+    k, source, errors, beta, high, low, corrections, dv, dbeta, first, T, count, group, blocks, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes dv [B, T, G, V] and dbeta [B, T, G] of `blocks` blocks from the block `group` on, the last one first.
 
-    du is float32 [B, count, G, V], the gradient of the updates of the `count` tokens of a chunk that begins at `first`,
-    from all outputs, states and later groups. Grid: rows, G.
+    source [B, T, G, V] is the gradient of the updates, from all outputs, states and later groups. The chunk has `count`
+    tokens and begins at `first`. Grid: rows, G.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
     g = tl.program_id(1)
@@ -384,7 +342,8 @@ def solve_gradient_pass(
         token = (start + n) * G + g
         x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
         mask = valid[:, None] & (c < V)[None, :]
-        acc = tl.load(du + ((b * count + n) * G + g)[:, None] * V + c[None, :], mask=mask, other=0.0)
+        here = token[:, None] * V + c[None, :]
+        acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
         high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
         low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
         acc = _less_later(
@@ -397,11 +356,35 @@ def solve_gradient_pass(
             r *= _decay_to_columns(high_i, low_i, high_i, low_i)
         scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
         h = acc - tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
-        here = token[:, None] * V + c[None, :]
         tl.store(dv + here, (h * scale).to(dv.dtype.element_ty), mask=mask)
         error = tl.load(errors + here, mask=mask, other=0.0).to(tl.float32)
         tl.store(dbeta + token, tl.sum(h * error, 1), mask=valid)
         tl.debug_barrier()  # other threads read dv in the next iteration
+
+
+@triton.jit
+def key_gradient_pass(
+    k, u, dv, first, second, third, out, count,
+    K: tl.constexpr, V: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Computes out [count, K]: first + second + third + 2 P (k . k)**(P - 1) (dv . u) k, for k [count, K] and u and dv
+    [count, V]. Grid: blocks of BLOCK rows."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    there, mask = row * V + c, (row < count) & (c < V)
+    own = tl.load(u + there, mask=mask, other=0.0).to(tl.float32)
+    own = tl.sum(own * tl.load(dv + there, mask=mask, other=0.0).to(tl.float32), 1)
+    c = tl.arange(0, CHANNELS)[None, :]
+    here, mask = row * K + c, (row < count) & (c < K)
+    x = tl.load(k + here, mask=mask, other=0.0).to(tl.float32)
+    if P > 1:
+        own *= power_of(tl.sum(x * x, 1), P - 1)
+    acc = 2 * P * own[:, None] * x
+    acc += tl.load(first + here, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(second + here, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(third + here, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + here, acc.to(out.dtype.element_ty), mask=mask)
 
 
 # ------------------------------------------------------------------------------------------------- backend
@@ -414,44 +397,43 @@ def solve(
     chunks = _Chunks(k, v, beta, log_g, options)
     errors, update = torch.empty_like(v), torch.empty_like(v)
     rows = None if state is None else chunks.from_public(state)
+    target = chunks.new_target()
     for span in chunks.spans:
-        target = v[:, span].float()
+        source = v
         if rows is not None:
-            target = target - chunks.past(span) * chunks.read(k[:, span], rows)
-        target = target.contiguous()
+            target[:, span] = v[:, span] - chunks.past(span) * chunks.read(k[:, span], rows)
+            source = target
         for group, blocks in chunks.groups_of(span):
             if group:
-                chunks.launch(earlier_pass, span, group, blocks, True, target=target, update=update)
-            chunks.launch(solve_pass, span, group, blocks, target=target, errors=errors, update=update)
+                tensors = {"source": source, "target": target, "update": update}
+                chunks.launch(earlier_pass, span, group, blocks, True, **tensors)
+            given = target if group else source
+            chunks.launch(solve_pass, span, group, blocks, source=given, errors=errors, update=update)
         if span != chunks.spans[-1]:
-            rows = chunks.advanced(rows, span, ((k[:, span], update[:, span] * chunks.kept(span)),))
+            rows = chunks.advanced(rows, span, k[:, span], update[:, span] * chunks.kept(span))
     return errors, update
 
 
 def solve_gradient(
-    q: Tensor, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, dout: Tensor, dstate: Tensor | None,
-    options: DeltaOptions,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, du: Tensor, options: DeltaOptions
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of v and beta; see `delta_solve.solve_gradient`."""
     chunks = _Chunks(k, errors, beta, log_g, options)
-    dv, dbeta = torch.empty_like(errors), torch.empty_like(beta)
-    own = chunks.own_value_gradient(q, dout)
-    groups = k.shape[2]
-    drows = None if dstate is None else chunks.from_public(dstate)
+    dv, dbeta, du = torch.empty_like(errors), torch.empty_like(beta), du.contiguous()
+    target, rows = chunks.new_target(), None
     for span in reversed(chunks.spans):
-        du = own[:, span]
-        if drows is not None:
-            du = du + chunks.kept(span) * chunks.read(k[:, span], drows)
-        du = du.contiguous()
+        source = du
+        if rows is not None:
+            target[:, span] = du[:, span] + chunks.kept(span) * chunks.read(k[:, span], rows)
+            source = target
         for group, blocks in reversed(chunks.groups_of(span)):
-            if (group + blocks) * BLOCK < span.stop - span.start:
-                chunks.launch(later_pass, span, group, blocks, True, du=du, dv=dv)
-            chunks.launch(solve_gradient_pass, span, group, blocks, du=du, errors=errors, dv=dv, dbeta=dbeta)
+            later = (group + blocks) * BLOCK < span.stop - span.start
+            if later:
+                chunks.launch(later_pass, span, group, blocks, True, source=source, target=target, dv=dv)
+            given = target if later else source
+            chunks.launch(solve_gradient_pass, span, group, blocks, source=given, errors=errors, dv=dv, dbeta=dbeta)
         if span != chunks.spans[0]:
-            past = chunks.past(span)
-            by_row = (x[:, span].unflatten(2, (groups, -1)).unbind(3) for x in (q, dout))
-            pairs = [(x, d * past) for x, d in zip(*by_row, strict=True)]
-            drows = chunks.advanced(drows, span, (*pairs, (k[:, span], dv[:, span] * -past)))
+            rows = chunks.advanced(rows, span, k[:, span], dv[:, span] * -chunks.past(span))
     return dv, dbeta
 
 
@@ -485,8 +467,20 @@ def attend_gradient(
     empty = u.new_empty(0, dtype=torch.float32)
     result = Forward(u, empty, last, None, None, None, None, None)
     call = PowerOptions(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
-    dq, dk, _, dlog_g, ds, *_ = power_backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
-    return DeltaGradients(dq[..., :width], dk[..., :width], dlog_g, ds)
+    dq, dk, du, dlog_g, ds, *_ = power_backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
+    return DeltaGradients(dq[..., :width], dk[..., :width], du, dlog_g, ds)
+
+
+def key_gradient(k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:
+    """Returns the gradient of the keys; see `delta_solve.key_gradient`."""
+    out, count, value_dim = torch.empty_like(k), k[..., 0].numel(), u.shape[3]
+    widths = {"CHANNELS": config.next_power_of_2(k.shape[3]), "COLUMNS": config.next_power_of_2(value_dim)}
+    constants = {"K": k.shape[3], "V": value_dim, "P": p, **widths}
+    first, second, third = (x.contiguous() for x in parts)
+    tensors = {"k": k.contiguous(), "u": u, "dv": dv, "first": first, "second": second, "third": third, "out": out}
+    grid = (config.ceil_div(count, _ROWS),)
+    launch_kernel(key_gradient_pass, grid, {"count": count, "BLOCK": _ROWS} | constants, **tensors)
+    return out
 
 
 class _Chunks:
@@ -538,17 +532,9 @@ class _Chunks:
         grid = (blocks, self.batch, self.groups) if parallel else (self.batch, self.groups)
         launch_kernel(kernel, grid, arguments, **given)
 
-    def own_value_gradient(self, q: Tensor, dout: Tensor) -> Tensor:
-        """Returns what the output gradients of each chunk say of its own updates, float32 [B, T, G, V]."""
-        out = torch.empty(self.batch, self.time, self.groups, self.value_dim, device=q.device, dtype=torch.float32)
-        high, low = (None, None) if self.decays is None else self.decays
-        numbers = {"T": self.time, "H": q.shape[2], "G": self.groups, "CHUNK": self.size}
-        constants = self._constants() | {"R": q.shape[2] // self.groups}
-        grid = (self.batch * config.ceil_div(self.time, BLOCK), self.groups)
-        tensors = {"q": power.padded(q).contiguous(), "k": self.k, "dout": dout.contiguous(), "high": high, "low": low}
-        tensors["out"] = out
-        launch_kernel(own_value_gradient, grid, numbers | constants, **tensors)
-        return out
+    def new_target(self) -> Tensor:
+        """Returns memory for what the solution of a group starts from, float32 [B, T, G, V]."""
+        return torch.empty(self.batch, self.time, self.groups, self.value_dim, device=self.k.device)
 
     def past(self, span: slice) -> Tensor | float:
         """Returns the decay from the start of the chunk to each token, [B, C, G, 1]."""
@@ -569,11 +555,9 @@ class _Chunks:
         out, _ = launch.output(call, rows.to(self.dtype), self._no_z(call), True, False, 1.0, True)
         return out
 
-    def advanced(self, rows: Tensor | None, span: slice, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
-        """Returns the state after the decay of a chunk, plus phi(x)^T y for pairs of x [B, C, G, K], y [B, C, G, V]."""
-        x = torch.cat([x for x, _ in pairs], 1)
-        y = torch.cat([y.to(self.dtype) for _, y in pairs], 1)
-        call = self._call(x, y)
+    def advanced(self, rows: Tensor | None, span: slice, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the state after the decay of a chunk, plus phi(x)^T y for x [B, C, G, K] and y [B, C, G, V]."""
+        call = self._call(x, y.to(self.dtype))
         if rows is not None and self.decays is not None:
             rows = rows * self.past(span)[:, -1, :, :, None]  # type: ignore[index]
         ends = launch.new_ends(call, False)
@@ -623,18 +607,10 @@ def _tf32(dtype: torch.dtype) -> bool:
 # ------------------------------------------------------------------------------------------------- operator
 
 
-def unsupported(q: Tensor, v: Tensor, p: int, has_state: bool) -> str | None:
-    """Returns why the kernels cannot do this call, as the end of a sentence; None if they can."""
-    refusal = power.unsupported(q, p, has_state)
-    if refusal is None and q.is_cuda and padded_key_dim(q.shape[3]) not in CHECKED:
-        refusal = f"has the delta rule on GPUs for key dims padded to {CHECKED[0]} (33 to 64); got K = {q.shape[3]}"
-    return refusal
-
-
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes what `power_delta_rule` promises, for inputs that it has checked and `unsupported` does not refuse."""
+    """Computes what `power_delta_rule` promises, for inputs that it has checked and the kernels take."""
     dtype, (p, chunk, final), (key_dim, value_dim) = v.dtype, options, (q.shape[3], v.shape[3])
     if dtype == torch.float16:  # powers leave its range
         q, k, v = q.float(), k.float(), v.float()
@@ -662,6 +638,7 @@ class _Backend:
 
     solve, solve_gradient = staticmethod(solve), staticmethod(solve_gradient)
     attend, attend_gradient = staticmethod(attend), staticmethod(attend_gradient)
+    key_gradient = staticmethod(key_gradient)
 
 
 def _like_gradients(dout, dlast, q, k, v, beta, log_g, state, errors, update, last, p, chunk):

@@ -41,7 +41,7 @@ def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> 
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "out_scale": plan.out_scale, "eps": eps}
     constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "PACKED": plan.layout.packed}
-    constants |= {"NORMALIZE": normalize, "STATES": plan.chunk > 0, "INIT": init}
+    constants |= {"NORMALIZE": normalize, "STATES": plan.has_rows(init), "INIT": init}
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
     return Launcher(plain_output.output_pass, grid, numbers | constants | tables | size.options)
@@ -55,7 +55,7 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
     numbers |= {"out_scale": plan.out_scale, "eps": eps}
     constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
-    constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early(after=plan.gated)
+    constants |= {"STATES": plan.has_rows(init), "INIT": init} | plan.early(after=plan.gated)
     if plan.of_two and plan.chunk and plan.K == 32:  # needs two registers more with a gate
         constants["maxnreg"] = config.THREE_PROGRAMS
     tables = {"prefixes": prefixes, "weights": weights}

@@ -98,7 +98,7 @@ def _quadratic_query_gradient(plan: Plan, init: bool, normalize: bool) -> Launch
 def _query_gradient_by_levels(plan: Plan, init: bool, normalize: bool) -> Launcher:
     size, (rows, entries) = plan.hopper_launches.query, plan.slopes()
     numbers = plan.strides | plan.sequences() | plan.heads() | {"grad_scale": plan.grad_scale * plan.out_scale}
-    constants = plan.leveled_dims(size) | {"KEYS": size.step, "INIT": init}
+    constants = plan.leveled_dims(size) | {"KEYS": size.step, "STATES": plan.has_rows(init), "INIT": init}
     arguments = numbers | constants | {"rows": rows, "entries": entries}
     return Launcher(query_gradient_levels.query_pass, (plan.layout.blocks(size.block), plan.H), arguments)
 
@@ -109,7 +109,7 @@ def _query_gradient_on_hopper(plan: Plan, init: bool, normalize: bool) -> Launch
     numbers |= {"grad_scale": plan.grad_scale * plan.out_scale}
     constants = plan.hopper_dims(size) | {"HALF": plan.half, "KEYS": size.step, "NORMALIZE": normalize}
     grid = (plan.layout.blocks(size.block), plan.H)
-    constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early()
+    constants |= {"STATES": plan.has_rows(init), "INIT": init} | plan.early()
     return Launcher(hopper_query_gradient.query_pass, grid, numbers | constants)
 
 
@@ -118,7 +118,7 @@ def _query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "grad_scale": plan.grad_scale * plan.out_scale}
     constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "NORMALIZE": normalize, "TILED": plan.tiled}
-    constants |= {"STATES": plan.chunk > 0, "INIT": init, "PACKED": plan.layout.packed}
+    constants |= {"STATES": plan.has_rows(init), "INIT": init, "PACKED": plan.layout.packed}
     tables = {"prefixes": prefixes, "weights": weights, "mirror": mirror}
     grid = (plan.layout.blocks(size.block), plan.H)
     return Launcher(gradients.query_pass, grid, numbers | constants | tables | size.options)
@@ -168,14 +168,15 @@ def _key_gradient_by_levels(plan: Plan, final: bool, z: bool) -> Launcher:
     constants = plan.leveled_dims(size) | {"LEVELS": plan.levels.shape, "TILE": TILE, "QUERIES": size.step}
     tables = {"rows": rows, "entries": entries, "level_entries": level_entries, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.G)
-    return Launcher(key_gradient_levels.key_pass, grid, numbers | constants | tables | {"FINAL": final})
+    flags = {"STATES": plan.has_rows(final), "FINAL": final}
+    return Launcher(key_gradient_levels.key_pass, grid, numbers | constants | tables | flags)
 
 
 def _key_gradient_on_hopper(plan: Plan, final: bool, z: bool) -> Launcher:
     size = plan.hopper_launches.key
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.G)
     numbers |= {"out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
-    constants = plan.hopper_dims(size) | {"HALF": plan.half, "QUERIES": size.step, "STATES": plan.chunk > 0}
+    constants = plan.hopper_dims(size) | {"HALF": plan.half, "QUERIES": size.step, "STATES": plan.has_rows(final)}
     grid = (plan.layout.blocks(size.block), plan.G)
     constants |= {"FINAL": final, "Z": z} | plan.early()
     return Launcher(hopper_key_gradient.key_pass, grid, numbers | constants)
@@ -185,7 +186,12 @@ def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
     size, (prefixes, weights, grad_weights, mirror) = plan.config.key, plan.tables
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
-    constants = plan.dims() | {"BLOCK": size.block, "QUERIES": size.step, "STATES": plan.chunk > 0, "FINAL": final}
+    constants = plan.dims() | {
+        "BLOCK": size.block,
+        "QUERIES": size.step,
+        "STATES": plan.has_rows(final),
+        "FINAL": final,
+    }
     constants |= {"Z": z, "PACKED": plan.layout.packed, "TILED": plan.tiled}
     tables = {"prefixes": prefixes, "weights": weights, "grad_weights": grad_weights, "mirror": mirror}
     grid = (plan.layout.blocks(size.block), plan.G)

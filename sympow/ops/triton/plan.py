@@ -195,6 +195,13 @@ class Plan(Shapes):
         """Returns an uninitialized float32 tensor [heads, B T]."""
         return self.new(heads, self.layout.tokens, dtype=torch.float32)
 
+    def has_rows(self, given: bool) -> bool:
+        """Returns whether a pass reads states, of which the first or last is `given`.
+
+        A length of 1 is a constant of a kernel. The compiler fails on code for states that it then sees never to run.
+        """
+        return self.chunk > 0 and (given or self.layout.length > 1)
+
     def once(self, make: Callable[..., T], *options: Any) -> T:
         """Returns make(self, *options), such as a launcher, which is made once for the same options."""
         key = (make, options)

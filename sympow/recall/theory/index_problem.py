@@ -1,4 +1,4 @@
-"""The index problem (H.24): how well a state of few bits answers questions about N stored bits.
+"""The index problem (H.23, H.24): how well a state of few bits answers questions about N stored bits.
 
 Alice has N bits and sends a message. Bob has an index and must name the bit at this index. If the message has far fewer
 than N bits, Bob can do little better than guess, for any computations of Alice and Bob. A recurrent mixer that has read
@@ -94,6 +94,24 @@ def most_possible(bits_per_stored: float) -> float:
         entropy = -a * log2(a) - (1 - a) * log2(1 - a) if a < 1 else 0.0
         low, high = (a, high) if 1 - entropy < bits_per_stored else (low, a)
     return low
+
+
+def best_protocol(stored: int, message_bits: int) -> float:
+    """Returns the highest share of right answers of any protocol for `stored` random bits and a random index (H.23).
+
+    All protocols are tried: every map from the rows of bits to messages, each with the answers that are right most
+    often. A protocol with random choices is an average of these, and so not better. There are 2**(message_bits
+    2**stored) maps; ValueError for more than 2**16.
+    """
+    rows, messages = 1 << stored, 1 << message_bits
+    if rows * message_bits > 16:
+        raise ValueError(f"all maps of {rows} rows to {messages} messages are too many to be tried")
+    bits = torch.arange(rows)[:, None] >> torch.arange(stored) & 1
+    maps = torch.arange(messages**rows)[:, None] // messages ** torch.arange(rows) % messages
+    sent = torch.nn.functional.one_hot(maps, messages)  # [maps, rows, messages]
+    ones = torch.einsum("arm,ri->ami", sent.float(), bits.float())
+    right = torch.maximum(ones, sent.sum(1)[..., None] - ones).sum((1, 2))
+    return right.max().item() / (rows * stored)
 
 
 def _signs(rows: int, count: int, width: int, generator: torch.Generator) -> Tensor:

@@ -8,6 +8,7 @@ of a batch run the same steps, so the counts are those of a single row of N trip
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -106,8 +107,9 @@ def recall_in_blocks(instances: Instances) -> tuple[Tensor, Cost]:
 def binary_search(ordered: Tensor, wanted: Tensor, cost: Cost) -> Tensor:
     """Counts the entries of ordered [n, m, size] below those of wanted [n, m, k], all at once.
 
-    These are the numbers that Algorithm 10 finds for sorted queries (equation 12). Here each query is searched for by
-    itself, so that queries need not be sorted, and all searches have the same number of steps. Returns int64 [n, m, k].
+    These are the numbers that `parallel_binary_search` finds for sorted queries (equation 12). Here each query is
+    searched for by itself, so that queries need not be sorted, and all searches have the same number of steps. Returns
+    int64 [n, m, k].
     size is a power of two. Every step halves what is left, and is one comparison for each of the m k searches.
     """
     size = step = ordered.shape[-1]
@@ -118,6 +120,42 @@ def binary_search(ordered: Tensor, wanted: Tensor, cost: Cost) -> Tensor:
         cost.add(wanted[0].numel())
         step //= 2
     return count
+
+
+def parallel_binary_search(queries: Sequence[int], keys: Sequence[int]) -> tuple[list[int], Cost]:
+    """Counts the sorted keys below each of the sorted queries by one recursion (Algorithm 10).
+
+    The query in the middle is searched for first. It divides the keys between the queries on its left and on its right,
+    which are then searched for at the same time. Line 7 prints j where the first of the keys is meant.
+
+    Returns the counts, and the cost: O(n log m) work and O(log n log m) depth.
+    """
+    counts, cost = [len(keys)] * len(queries), Cost()
+
+    def search(s: int, t: int, x: int, y: int) -> int:
+        """Returns the depth of the search for queries s to t - 1 in keys x to y - 1."""
+        if s >= t:
+            return 0
+        if x >= y:
+            counts[s:t] = [x] * (t - s)
+            cost.work += t - s
+            return 1
+        mid, wanted = (s + t - 1) // 2, queries[(s + t - 1) // 2]
+        if wanted <= keys[x]:
+            counts[s : mid + 1] = [x] * (mid + 1 - s)
+            cost.work += 1 + mid + 1 - s
+            return 2 + search(mid + 1, t, x, y)
+        if wanted > keys[y - 1]:
+            counts[mid:t] = [y] * (t - mid)
+            cost.work += 2 + t - mid
+            return 3 + search(s, mid, x, y)
+        counts[mid] = z = bisect_left(keys, wanted, x, y)
+        steps = 2 + ceil(log2(y - x + 1))
+        cost.work += steps
+        return steps + max(search(s, mid, x, z), search(mid + 1, t, z, y))
+
+    cost.depth = search(0, len(queries), 0, len(keys))
+    return counts, cost
 
 
 def _look_up(ordered: Tensor, wanted: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:

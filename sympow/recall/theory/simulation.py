@@ -14,43 +14,48 @@ from sympow.recall.theory.base_conv import Layer, convolution, linear
 
 
 def hyena_as_base_conv(mixer: Hyena, rows: int) -> list[Layer]:
-    """Makes the five BaseConv layers, of 3 d channels, that compute what `mixer` does on `rows` tokens.
+    """Makes the 4 + R BaseConv layers, of (R + 2) d channels, that compute what `mixer` does on `rows` tokens.
 
-    The input and the output are in the first d channels. The layers are: the projections, their short convolution,
-    k * v, the long convolution with the gate q, and the output's projection.
+    R is the number of its recurrences. The input and the output are in the first d channels. The layers are: the
+    projections, their short convolution, k * v, each long convolution with its gate, and the output's projection.
 
     Raises ValueError for a Hyena with heads, whose state is no product of channels.
     """
     if mixer.heads != mixer.d_model:
         raise ValueError(f"Hyena must have a filter for every channel; got {mixer.heads} heads for {mixer.d_model}")
-    d = mixer.d_model
+    d, count = mixer.d_model, mixer.recurrences
     with torch.no_grad():
-        inward, outward = torch.zeros(2, 3 * d, 3 * d, dtype=torch.float64)
+        inward, outward = torch.zeros(2, (count + 2) * d, (count + 2) * d, dtype=torch.float64)
         inward[:d] = mixer.projections.weight.T
         short = convolution(rows, mixer.short.weight.T.flip(0).double())
         if mixer.short.bias is not None:
             short = replace(short, bias=short.bias + mixer.short.bias)
-        outward[d : 2 * d, :d] = mixer.out.weight.T
-        bias = torch.zeros(3 * d, dtype=torch.float64)
+        outward[count * d : (count + 1) * d, :d] = mixer.out.weight.T
+        bias = torch.zeros((count + 2) * d, dtype=torch.float64)
         bias[:d] = mixer.out.bias
+        filters = mixer.filter(rows).double().chunk(count, dim=1)
         return [
             linear(rows, inward, mixer.projections.bias.double()),
             short,
-            _gated(rows, d, source=2, kernel=torch.ones(1, d).double(), keep_first=True),
-            _gated(rows, d, source=0, kernel=mixer.filter(rows).double(), keep_first=False),
+            _gated(rows, d, count, source=count + 1, kernel=torch.ones(1, d).double(), kept=count),
+            *(_gated(rows, d, count, source=count - r, kernel=h, kept=count - r) for r, h in enumerate(filters, 1)),
             linear(rows, outward, bias),
         ]
 
 
-def _gated(rows: int, d: int, *, source: int, kernel: torch.Tensor, keep_first: bool) -> Layer:
-    """Convolves the second d channels with `kernel` and gates them by block `source`; keeps or zeroes the first d."""
-    weight = torch.zeros(3 * d, 3 * d, dtype=torch.float64)
-    weight[source * d : (source + 1) * d, d : 2 * d] = torch.eye(d)
-    gate = torch.zeros(rows, 3 * d, dtype=torch.float64)
-    gate[:, :d] = float(keep_first)
-    taps = torch.zeros(kernel.shape[0], 3 * d, dtype=torch.float64)
-    taps[0, :d], taps[:, d : 2 * d] = 1, kernel
-    return Layer(weight, gate, taps, torch.zeros(rows, 3 * d, dtype=torch.float64))
+def _gated(rows: int, d: int, count: int, *, source: int, kernel: torch.Tensor, kept: int) -> Layer:
+    """Convolves block `count` of d channels with `kernel` and gates it by block `source`; keeps the first `kept` ones.
+
+    There are count + 2 blocks: the gates q_count, ..., q_1, then k and v. Blocks that are not kept become zero.
+    """
+    channels, block = (count + 2) * d, slice(count * d, (count + 1) * d)
+    weight = torch.zeros(channels, channels, dtype=torch.float64)
+    weight[source * d : (source + 1) * d, block] = torch.eye(d)
+    gate = torch.zeros(rows, channels, dtype=torch.float64)
+    gate[:, : kept * d] = 1.0
+    taps = torch.zeros(kernel.shape[0], channels, dtype=torch.float64)
+    taps[0, : kept * d], taps[:, block] = 1, kernel
+    return Layer(weight, gate, taps, torch.zeros(rows, channels, dtype=torch.float64))
 
 
 def base_conv_as_hyena(mixer: BaseConv) -> Hyena:

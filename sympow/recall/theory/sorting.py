@@ -20,19 +20,24 @@ def network(count: int) -> Iterator[list[tuple[int, int]]]:
     next power of two. The source takes the network of Ajtai et al., which needs O(log n) steps (H.35), and no fewer
     than this one at any size that can be computed.
     """
-    size = 1 << max(0, count - 1).bit_length()
     merged = 1
-    while merged < size:
-        stride = merged
-        while stride:
-            start = stride % merged
-            pairs = [(i, i + stride) for first in range(start, size - stride, 2 * stride)
-                     for i in range(first, first + stride)]  # fmt: skip
-            same = [(i, j) for i, j in pairs if i // (2 * merged) == j // (2 * merged) and j < count]
-            if same:
-                yield same
-            stride //= 2
+    while merged < count:
+        for step in _merging(1 << (count - 1).bit_length(), merged):
+            within = [(i, j) for i, j in step if j < count]
+            if within:
+                yield within
         merged *= 2
+
+
+def _merging(size: int, merged: int) -> Iterator[list[tuple[int, int]]]:
+    """Yields the steps that merge sorted neighbours of `merged` entries each, for powers of two."""
+    stride = merged
+    while stride:
+        start = stride % merged
+        pairs = [(i, i + stride) for first in range(start, size - stride, 2 * stride)
+                 for i in range(first, first + stride)]  # fmt: skip
+        yield [(i, j) for i, j in pairs if i // (2 * merged) == j // (2 * merged)]
+        stride //= 2
 
 
 def less(circuit: Circuit, x: Record, y: Record) -> int:
@@ -71,7 +76,11 @@ def comparator(circuit: Circuit, x: Record, y: Record, bits: int) -> tuple[Recor
 
     The other wires of a record go with it. Equal records stay where they are.
     """
-    swaps = less(circuit, y[:bits], x[:bits])
+    return _swapped(circuit, less(circuit, y[:bits], x[:bits]), x, y)
+
+
+def _swapped(circuit: Circuit, swaps: int, x: Record, y: Record) -> tuple[Record, Record]:
+    """Returns y and x where the wire `swaps` is 1, and x and y where it is 0."""
     low, high = [], []
     for a, b in zip(x, y, strict=True):
         moved = circuit.multiply(swaps, circuit.add(b, a, 1.0, -1.0))
@@ -89,6 +98,37 @@ def sort(circuit: Circuit, records: Sequence[Record], bits: int) -> list[Record]
     return records
 
 
+def search_circuit(queries: int, keys: int, bits: int) -> Circuit:
+    """Makes the circuit that counts the keys below each query, for sorted queries and sorted keys (H.33).
+
+    The inputs are the queries and then the keys, `bits` bits each. The outputs are the counts, one wire each. The
+    source translates the recursion of Algorithm 10, whose bounds depend on the data. Here queries and keys are merged
+    in O(log n) steps, a query before a key that is equal. A running sum counts the keys up to each place. Then the
+    merge runs backwards, and brings the counts to the queries. The size and the depth are those of H.33.
+    """
+    circuit = Circuit((queries + keys) * bits)
+    zero = circuit.add(circuit.one, circuit.one, 1.0, -1.0)
+    inputs = [list(range(i * bits, (i + 1) * bits)) for i in range(queries + keys)]
+    records = [[*record, zero if i < queries else circuit.one] for i, record in enumerate(inputs)]
+    half = 1 << max(0, max(queries, keys) - 1).bit_length()
+    first = half - queries  # places before it, and those after the keys, would hold -inf and inf, which never move
+    swaps: list[tuple[int, int, int]] = []
+    for step in _merging(2 * half, half):
+        for i, j in ((i - first, j - first) for i, j in step if i >= first and j < half + keys):
+            x, y = records[i], records[j]
+            swaps.append((i, j, less(circuit, y, x)))
+            records[i], records[j] = _swapped(circuit, swaps[-1][2], x, y)
+    counts, reach = [record[-1] for record in records], 1
+    while reach < len(counts):
+        counts = counts[:reach] + list(map(circuit.add, counts[reach:], counts[:-reach]))
+        reach *= 2
+    held = [[count] for count in counts]
+    for i, j, wire in reversed(swaps):
+        held[i], held[j] = _swapped(circuit, wire, held[i], held[j])
+    circuit.outputs = [wire for (wire,) in held[:queries]]
+    return circuit
+
+
 def recall_circuit(triples: int, bits: int) -> Circuit:
     """Makes the circuit that answers the queries of a row of `triples` triples (H.36).
 
@@ -98,8 +138,7 @@ def recall_circuit(triples: int, bits: int) -> Circuit:
     Keys and queries are sorted together, by their token and then by their place in the row, query i before key i. All
     of one token are then neighbours, and its key comes before the queries that see it. A running sum within each token
     brings the key's value to them, because a row has a token at most once as a key. A second sort brings the queries
-    back to their places. This replaces the blocks and the parallel binary search of Algorithm 11 (H.33), whose
-    recursion has bounds that depend on the data.
+    back to their places. This replaces the blocks and the searches of Algorithm 11 (H.33, `search_circuit`).
     """
     circuit = Circuit(3 * triples * bits)
     zero = circuit.add(circuit.one, circuit.one, 1.0, -1.0)

@@ -104,6 +104,19 @@ def test_hyena_in_heads_of_one_channel_is_hyena():
     torch.testing.assert_close(heads(x), single(x))
 
 
+@pytest.mark.parametrize("recurrences", [1, 2, 3])
+def test_hyena_of_higher_order_convolves_one_after_another(recurrences):
+    """Zoology, Algorithm 3, behind the product k * v."""
+    mixer = built("hyena", 6, 1, max_length=9, recurrences=recurrences)
+    x = normal(2, 11, 6)
+    *gates, k, v = mixer.short(mixer.projections(x)).split(6, dim=-1)
+    z, filters = k * v, mixer.filter(11).split(6, dim=-1)
+    for gate, h in zip(gates[::-1], filters, strict=True):
+        z = gate * summed(z, h)
+    torch.testing.assert_close(mixer(x), mixer.out(z))
+    assert mixer.state_size(100) == recurrences * 6 * 9 + 2 * (recurrences + 2) * 6
+
+
 def test_hyena_in_heads_is_linear_attention_with_a_filter():
     mixer = built("hyena", 6, 2, max_length=20, multi_head=True)
     x = normal(2, 11, 6)

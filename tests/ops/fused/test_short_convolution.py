@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from sympow.ops.fused import short_convolution as module
 from sympow.ops.fused.short_convolution import document_starts, short_convolution, short_convolution_step
 from tests.ops.contract import DEVICE
 
@@ -39,6 +40,20 @@ def make(batch, time, channels, width):
 def test_is_the_sum(shape):
     x, weight, bias = make(*shape)
     torch.testing.assert_close(short_convolution(x, weight, bias), written_out(x, weight, bias), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("past", [0, 39])
+def test_many_taps_are_no_sum_that_is_written_out(past, monkeypatch):
+    """Compiled code and kernels have a line for each tap; more than 16 taps are a long convolution."""
+    x, weight, bias = (each.requires_grad_() for each in make(2, 50 + past, 3, 40))
+    seen = {"past": x[:, :past]} if past else {}
+    expected = short_convolution(x[:, past:], weight, bias, **seen)
+    gradients = torch.autograd.grad(expected.square().sum(), (x, weight, bias))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(module, "_in_torch", None)
+    got = short_convolution(x[:, past:], weight, bias, **seen)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), (x, weight, bias)), gradients)
 
 
 def test_documents_are_each_alone():

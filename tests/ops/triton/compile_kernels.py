@@ -43,7 +43,7 @@ from sympow.ops.fused.short_convolution_kernels import (
 )
 from sympow.ops.triton import config, context_parallel, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
-from sympow.ops.triton.delta import CHECKED, delta_rule
+from sympow.ops.triton.delta import delta_rule
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
@@ -227,8 +227,7 @@ def main() -> None:
         if key_dim > 32:  # a smaller K needs fewer registers
             others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
-        if key_dim in CHECKED:
-            launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
+        launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
     launches += [(0, *launch) for launch in block_launches()]
     if not hopper:
         launches = first_of_each(launches)

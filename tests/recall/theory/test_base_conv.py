@@ -80,13 +80,15 @@ def random_mixer(name: str, **options) -> torch.nn.Module:
     return mixer
 
 
-def test_base_conv_computes_hyena():
-    mixer = random_mixer("hyena")
-    u = integers(ROWS, N, D) / 9
+@pytest.mark.parametrize("recurrences", [1, 2, 3])
+def test_base_conv_computes_hyena(recurrences):
+    mixer = random_mixer("hyena", recurrences=recurrences)
+    u = integers(ROWS // recurrences, N, D) / 9
     with torch.no_grad():
         layers = hyena_as_base_conv(mixer, N)
-        torch.testing.assert_close(apply(layers, pad(u, (0, 2 * D)))[..., :D], mixer(u), rtol=1e-12, atol=1e-10)
-    assert len(layers) == 5
+        tape = pad(u, (0, (recurrences + 1) * D))
+        torch.testing.assert_close(apply(layers, tape)[..., :D], mixer(u), rtol=1e-12, atol=1e-8)
+    assert len(layers) == 4 + recurrences
     with pytest.raises(ValueError, match="Hyena must have a filter for every channel; got 2 heads for 4"):
         hyena_as_base_conv(MIXERS["hyena"](4, 2, max_length=N, multi_head=True), N)
 

@@ -14,7 +14,16 @@ from sympow.recall.theory.circuits import Circuit, circuit_as_base_conv, fourier
 from sympow.recall.theory.instances import NONE, draw
 from sympow.recall.theory.routing import copies, gather, permutation
 from sympow.recall.theory.simulation import retnet_as_base_conv
-from sympow.recall.theory.sorting import answers, comparator, equal, less, network, recall_circuit, written
+from sympow.recall.theory.sorting import (
+    answers,
+    comparator,
+    equal,
+    less,
+    network,
+    recall_circuit,
+    search_circuit,
+    written,
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -221,6 +230,22 @@ def test_networks_sort_all_zeros_and_ones(count):
     assert torch.equal(rows, rows.sort(1).values)
     log = (count - 1).bit_length()
     assert len(steps) == log * (log + 1) / 2
+
+
+@pytest.mark.parametrize(("queries", "keys", "bits"), [(1, 1, 2), (4, 4, 3), (3, 6, 4), (7, 2, 3), (16, 16, 5)])
+def test_a_circuit_searches_for_sorted_queries(queries, keys, bits):
+    """H.33, with the bounds of its size and depth; numbers may be equal."""
+    drawn = torch.randint(2**bits, (10_000, queries + keys), generator=generator(queries))
+    wanted, ordered = (part.sort(1).values.contiguous() for part in drawn.split([queries, keys], 1))
+    u = (torch.cat([wanted, ordered], 1)[..., None] >> torch.arange(bits).flip(0) & 1).flatten(1).double()
+    circuit = search_circuit(queries, keys, bits)
+    expected = torch.searchsorted(ordered, wanted)
+    assert torch.equal(circuit(u).long(), expected)
+    if queries + keys <= 8:  # larger ones have thousands of layers
+        assert torch.equal(circuit_as_base_conv(circuit, 4, torch.float32)(u[:500]).long(), expected[:500])
+    total = queries + keys
+    assert circuit.size <= 12 * total * (bits + 1) * (math.log2(total) + 1)
+    assert circuit.depth <= (math.log2(total) + 1) * (2 * math.log2(bits + 1) + 12)
 
 
 @pytest.mark.parametrize(("triples", "bits"), [(1, 1), (3, 2), (5, 4), (8, 4)])

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from sympow.recall.theory.instances import NONE, draw
-from sympow.recall.theory.parallel import Cost, binary_search, recall_all_pairs, recall_in_blocks, recall_one_by_one
+from sympow.recall.theory.parallel import (
+    Cost,
+    binary_search,
+    parallel_binary_search,
+    recall_all_pairs,
+    recall_in_blocks,
+    recall_one_by_one,
+)
 
 
 @pytest.mark.parametrize("recall", [recall_one_by_one, recall_all_pairs, recall_in_blocks])
@@ -24,6 +31,27 @@ def test_binary_search_counts_smaller_entries_and_its_steps():
     cost = Cost()
     assert torch.equal(binary_search(ordered, wanted, cost), (ordered[:, :, None] < wanted[..., None]).sum(-1))
     assert (cost.work, cost.depth) == (9 * 3 * 5, 5)
+
+
+@pytest.mark.parametrize("keys", [0, 1, 5, 16])
+def test_one_recursion_searches_for_sorted_queries(keys):
+    """Algorithm 10 against equation 12, with keys that are equal, too."""
+    generator = torch.Generator().manual_seed(keys)
+    for count in (0, 1, 2, 7, 16) * 200:
+        ordered = torch.randint(12, (keys,), generator=generator).sort().values
+        wanted = torch.randint(-1, 13, (count,), generator=generator).sort().values
+        counts, _ = parallel_binary_search(wanted.tolist(), ordered.tolist())
+        assert counts == torch.searchsorted(ordered, wanted).tolist()
+
+
+def test_the_recursion_takes_n_log_m_work():
+    for size in (2**4, 2**8, 2**12):
+        ordered, wanted = (torch.randint(4 * size, (size,), generator=torch.Generator().manual_seed(seed)).sort().values
+                           for seed in (0, 1))  # fmt: skip
+        counts, cost = parallel_binary_search(wanted.tolist(), ordered.tolist())
+        assert counts == torch.searchsorted(ordered, wanted).tolist()
+        assert size <= cost.work <= 3 * size * math.log2(size)
+        assert cost.depth <= 2 * (math.log2(size) + 1) * (math.log2(size) + 2)
 
 
 def test_work_in_blocks_is_n_log_squared_and_less_than_all_pairs():

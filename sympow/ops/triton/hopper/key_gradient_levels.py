@@ -116,6 +116,7 @@ def key_pass(
     CHUNK: gl.constexpr,  # a multiple of BLOCK
     STAGES: gl.constexpr,  # iterations whose tiles of the state are in shared memory
     GATED: gl.constexpr,
+    STATES: gl.constexpr,  # whether gradients of states are read
     FINAL: gl.constexpr,  # whether the gradient of the state after the last chunk is not zero
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -156,23 +157,24 @@ def key_pass(
         high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin)
         kept = exp2((last_high - high) + (last_rest - rest))
         leaving &= kept > 0.0
-    if leaving:
-        if PACKED:
-            chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
-        else:
-            chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + chunk_index
-        async_copy.wait_group(0)
-        state = ds + (chunk * G + g) * (ROWS * V)
-        columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
-        dkeys = through_state(
-            state, rows, entries, columns, values_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
-        )
-        barrier()
-        dvalues = _values_through_state(
-            state, columns, level_entries, weights, K, V, P, SKIP, ROWS, LEVELS, BLOCK, TILE, STAGES, value_mma,
-            num_warps,
-        )  # fmt: skip
-        barrier()
+    if STATES:
+        if leaving:
+            if PACKED:
+                chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
+            else:
+                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + chunk_index
+            async_copy.wait_group(0)
+            state = ds + (chunk * G + g) * (ROWS * V)
+            columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
+            dkeys = through_state(
+                state, rows, entries, columns, values_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
+            )
+            barrier()
+            dvalues = _values_through_state(
+                state, columns, level_entries, weights, K, V, P, SKIP, ROWS, LEVELS, BLOCK, TILE, STAGES, value_mma,
+                num_warps,
+            )  # fmt: skip
+            barrier()
 
     # The part of the state needs much shared memory, which the queries reuse. First come all queries after the block,
     # of every head, and then those of the block itself.

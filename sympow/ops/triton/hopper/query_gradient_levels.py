@@ -186,6 +186,7 @@ def query_pass(
     CHUNK: gl.constexpr,  # a multiple of BLOCK
     STAGES: gl.constexpr,  # iterations whose tiles of the state are in shared memory
     GATED: gl.constexpr,
+    STATES: gl.constexpr,
     INIT: gl.constexpr,  # whether the state before the first chunk is not zero
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -221,17 +222,18 @@ def query_pass(
     if GATED:  # the decay from the state to this block; if it is 0, no row is read
         kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
         entering &= kept > 0.0
-    if entering:
-        if PACKED:
-            chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
-        else:
-            chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-        async_copy.wait_group(2)  # queries and output gradients have arrived
-        columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
-        state = s + (chunk * G + g) * (ROWS * V)
-        acc = through_state(
-            state, rows, entries, columns, dy_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
-        )
+    if STATES:
+        if entering:
+            if PACKED:
+                chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
+            else:
+                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
+            async_copy.wait_group(2)  # queries and output gradients have arrived
+            columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
+            state = s + (chunk * G + g) * (ROWS * V)
+            acc = through_state(
+                state, rows, entries, columns, dy_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
+            )
 
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + (g + G) * tokens + start

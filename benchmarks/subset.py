@@ -1,8 +1,15 @@
-"""Makes a small copy of a kernel corpus, with strong compression."""
+"""Makes a small copy of a corpus, which is easy to move: `python -m benchmarks.subset`.
+
+    python -m benchmarks.subset --corpus kernel --out FOLDER --rows 1600
+
+Its documents to train on are evenly spaced among those of the corpus, with strong compression.
+"""
 
 from __future__ import annotations
 
+import argparse
 import lzma
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,3 +54,22 @@ def _copy(source: Path, target: Path, count: int) -> int:
     for place, document in enumerate(chosen):
         copy[place] = documents[int(document)]
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.subset", description=__doc__.splitlines()[0])
+    parser.add_argument("--corpus", type=Path, required=True, help="that of `sympow kernel-corpus`")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--rows", type=int, required=True, help="documents to train on")
+    args = parser.parse_args()
+    try:
+        size = write_subset(args.corpus, args.out, args.rows)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

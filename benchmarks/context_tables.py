@@ -1,0 +1,295 @@
+"""The tables and the figure of docs/results/context-scaling.md, and of the use of context in learning.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.bigram import not_learned
+from benchmarks.context_scaling.found import Found, read_table
+from benchmarks.context_scaling.grid import DOCUMENT, LearningRun, recipe
+from benchmarks.context_scaling.paired import interval
+from benchmarks.context_scaling.tables import claims_table, studies_table, table
+from benchmarks.context_use import LENGTHS as READ_LENGTHS
+from benchmarks.context_use import compared
+from benchmarks.learning_tables import LABELS, best_rows
+from benchmarks.measure import read
+from sympow.recall.results import group
+
+Row = dict[str, Any]
+
+# By the names of `benchmarks.learning`: the five kinds of models, with both hybrids and two windows.
+MODELS = {
+    "softmax_gate": "softmax, gate",
+    "hybrid_delta_gate": "hybrid, delta rule",
+    "hybrid_power_gate": "hybrid, power",
+    "window": "window of 1,024",
+    "window+window=2112": "window of 2,112",
+    "power_delta": "delta rule, p = 2",
+    "power": "power, p = 2",
+}
+MISSING = "Not measured yet."
+CONTROL = "window32"  # sees next to no context
+FIVE = ("softmax_gate", "hybrid_delta_gate", "window", "power_delta", "power")  # of the short table
+TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
+LENGTHS = (4096, DOCUMENT, 1 << 20)
+
+
+class Evidence:
+    """Holds the rows that the table and the figure are of, by model.
+
+    Args:
+        results: the folder of all results.
+        corpus: the rows of which version; None: that of most runs.
+    """
+
+    def __init__(self, results: Path, corpus: str | None = None):
+        rows = [row for row in read_table(results / "learning.csv")
+                if row["status"] == "done" and row["optimizer"] == "muon" and row["size"] is None]  # fmt: skip
+        names = [row["corpus"] for row in rows]
+        corpus = corpus or max(names, key=names.count, default="")
+        rows = [row for row in rows if row["corpus"] == corpus and row["variant"] in MODELS]
+        self._rows = rows
+        self._positions = {(row["run"], row["evaluated_context"]): row["held_out_loss"]
+                           for row in read_table(results / "learning_positions.csv")
+                           if row["corpus"] == corpus and row["documents"] == 16}  # fmt: skip
+        self._found = Found(results / "context_scaling")
+        self._steps = read(results / "decoding_h200.csv")
+
+    def settings(self) -> list[tuple[int, int]]:
+        """Returns context and tokens of the runs, sorted; those of 1,024 tokens are for short texts."""
+        return sorted({(row["context"], row["tokens"]) for row in self._rows if row["context"] >= TRAINED_AT})
+
+    def losses(self, variant: str, context: int, tokens: int, read_at: int | None = None) -> list[float]:
+        """Returns the loss of every seed at the best rate, in rows as trained, or of whole documents."""
+        rows = [row for row in self._rows
+                if (row["variant"], row["context"], row["tokens"]) == (variant, context, tokens)]  # fmt: skip
+        best = best_rows(rows) if rows else []
+        if read_at is None:
+            return [row["held_out_loss"] for row in best]
+        return [self._positions[name, read_at] for name in map(run_name, best) if (name, read_at) in self._positions]
+
+    def far(self) -> int | None:
+        """Returns the tokens of training that most models have in common at 4,096 tokens; None if no two have.
+
+        Of several numbers it is the largest one.
+        """
+        counts = {tokens: sum(bool(self.losses(each, context, tokens, DOCUMENT)) for each in MODELS)
+                  for context, tokens in self.settings() if context == TRAINED_AT}  # fmt: skip
+        best = max(counts, key=lambda tokens: (counts[tokens], tokens), default=0)
+        return best if counts.get(best, 0) > 1 else None
+
+    def speed(self, variant: str, context: int) -> int | None:
+        """Returns tokens a second of training, alone on a GPU; None where they were not timed."""
+        return self._found.speed(variant, context)
+
+    def step_microseconds(self, variant: str) -> float | None:
+        """Returns the mean time of a decoding step of a layer over 65,536 tokens, 12 heads, one sequence.
+
+        None where a mixer was not timed.
+        """
+        row = next(row for row in self._steps if (row["B"], row["H"], row["K"]) == (1, 12, 64))
+        known = {"power": row["ms_per_token"], "softmax": row["peer_ms"]}
+        names = [mixer.name for mixer in layers(variant)]
+        return 1e3 * mean(known[name] for name in names) if set(names) <= set(known) else None
+
+
+def run_name(row: Row) -> str:
+    """Returns the name that a row of learning.csv has in the other tables."""
+    return LearningRun(**{field.name: row[field.name] for field in fields(LearningRun)}).name
+
+
+def layers(variant: str) -> list[Any]:
+    """Returns the mixer of each layer of a model."""
+    model = recipe(variant).model
+    return [model.mixer(layer) for layer in range(model.n_layers)]
+
+
+def sequence_bytes(variant: str, tokens: int) -> int:
+    """Returns the bytes that one sequence takes after `tokens` tokens, by formula.
+
+    A cache has keys and values in bfloat16, a state is float32. With K = V = 64, a state of power attention has
+    K(K + 1)/2 rows of V + 1 numbers, and that of the delta rule has V.
+
+    Raises KeyError for another mixer.
+    """
+    model = recipe(variant).model
+    width = model.d_model // model.n_heads
+    rows = width * (width + 1) // 2
+    sizes = {
+        "softmax": lambda options: 4 * width * tokens,
+        "window": lambda options: 4 * width * min(tokens, options["window"]),
+        "power": lambda options: 4 * rows * (width + 1),
+        "power_delta": lambda options: 4 * rows * width,
+    }
+    return sum(model.n_heads * sizes[mixer.name](mixer.options) for mixer in layers(variant))
+
+
+def choice_table(evidence: Evidence) -> str:
+    """Returns a row for each model: losses by context and tokens of training, speed, bytes and decoding."""
+    settings, far = evidence.settings(), evidence.far()
+    heading = ["model", *(f"{context:,}, {_millions(tokens)}" for context, tokens in settings)]
+    heading += [] if far is None else [f"{TRAINED_AT:,}, {_millions(far)}, read at {DOCUMENT:,}"]
+    heading += ["training, tokens/s at 4,096 and 65,536", "MB at 4,096, 65,536, 1M", "decoding, us a layer"]
+    lines = []
+    for variant, name in MODELS.items():
+        cells = [name, *(_losses(evidence.losses(variant, *setting)) for setting in settings)]
+        cells += [] if far is None else [_losses(evidence.losses(variant, TRAINED_AT, far, DOCUMENT))]
+        speeds = [evidence.speed(variant, context) for context in LENGTHS[:2]]
+        cells.append("; ".join("not timed" if speed is None else f"{speed / 1e6:.2f}M" for speed in speeds)
+                     if any(speeds) else "not timed")  # fmt: skip
+        cells.append("; ".join(f"{sequence_bytes(variant, tokens) / 1e6:,.0f}" for tokens in LENGTHS))
+        step = evidence.step_microseconds(variant)
+        lines.append([*cells, "not timed" if step is None else f"{step:.1f}"])
+    return table(heading, lines)
+
+
+def short_table(evidence: Evidence) -> str:
+    """Returns a row for each model: losses in rows as trained and in whole documents, speed, and bytes."""
+    tokens = evidence.far()
+    heading = [f"{_millions(tokens or 0)} tokens at {TRAINED_AT:,}", "loss", f"read at {DOCUMENT:,}",
+               f"training at {DOCUMENT:,}, tokens/s", "MB at 4,096; 65,536; 1M"]  # fmt: skip
+    lines = []
+    for variant in FIVE:
+        losses = [_losses(evidence.losses(variant, TRAINED_AT, tokens or 0, at)) for at in (None, DOCUMENT)]
+        speed = evidence.speed(variant, DOCUMENT)
+        lines.append([MODELS[variant], *losses, "" if speed is None else f"{speed / 1e6:.2f}M",
+                      "; ".join(f"{sequence_bytes(variant, length) / 1e6:,.0f}" for length in LENGTHS)])  # fmt: skip
+    return table(heading, lines)
+
+
+def _losses(losses: Sequence[float]) -> str:
+    found = interval(losses)
+    if found is None:
+        return ""
+    few = {1: ", one run", 2: ", two runs"}.get(found.count)
+    shown = f"{found.mean:.3f}{few}" if few else found.text()
+    return shown + ("" if found.mean <= not_learned() else ", not learned")
+
+
+def _millions(tokens: int) -> str:
+    return f"{tokens / 1e6:,.0f}M"
+
+
+def draw(evidence: Evidence) -> Any:
+    """Returns the figure: the loss against the bytes of a sequence, and against the time of training."""
+    from matplotlib.figure import Figure
+
+    tokens = evidence.far()
+    if tokens is None:
+        raise ValueError("there are no two models to draw")
+    figure = Figure(figsize=(7.6, 4), dpi=200, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    seeds = set()
+    for place, (variant, name) in enumerate(MODELS.items()):
+        trained, read_far = (evidence.losses(variant, TRAINED_AT, tokens, at) for at in (None, DOCUMENT))
+        look = {"color": f"C{place}", "marker": "osD^vPX"[place], "linestyle": "none"}
+        speed = evidence.speed(variant, TRAINED_AT)
+        points = [(left, sequence_bytes(variant, DOCUMENT) / 1e6, trained)]
+        points += [] if speed is None else [(right, tokens / speed, read_far)]
+        for axis, x, losses in points:
+            if losses:
+                seeds.add(len(losses))
+                axis.plot([x] * len(losses), losses, **look, label=name if axis is left else None)
+    count = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
+    count = "one seed" if seeds == {1} else count
+    left.set_xscale("log")
+    left.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
+    left.set_xlabel(f"MB of one sequence of {DOCUMENT:,} tokens")
+    left.set_ylabel(f"loss at {TRAINED_AT:,} tokens (nats)")
+    right.set_xlabel("seconds of training on one H200")
+    right.set_ylabel(f"loss read at {DOCUMENT:,} tokens (nats)")
+    for axis in (left, right):
+        axis.margins(x=0.15, y=0.15)
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle(f"17.8M weights, {_millions(tokens)} tokens of training, {count}: a point is a run", fontsize=10)
+    return figure
+
+
+def use_table(results: Path) -> str:
+    """Returns a row for each model that was measured, by context and tokens of training; a sentence without rows.
+
+    The numbers are the loss that a context cut to 256, 1,024, ... tokens costs, the lead over a window of 32 tokens at
+    some positions, and the share of the tokens of repeated passages that are recalled, by distance.
+    """
+    file = results / "learning_context.csv"
+    if not file.is_file():
+        return MISSING
+    measured = group(read(file), "run", "corpus")
+    rows = [row for row in read(results / "learning.csv") if (run_name(row), row["corpus"]) in measured]
+    heading = ["model", "trained at", "tokens", "seeds"]
+    heading += [f"cut to {length:,}" for length in READ_LENGTHS[:-1]]
+    heading += [f"ahead of a window of 32 at {length // 4:,} to {length - 1:,}" for length in READ_LENGTHS[1::3]]
+    heading += ["recalled at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS)]
+    lines = [f"| {' | '.join(heading)} |", "|---|" + "---:|" * (len(heading) - 1)]
+    for (corpus, context, tokens, size), same in sorted(
+        group(rows, "corpus", "context", "tokens", "size").items(), key=str
+    ):
+        variants = {name: best_rows(own) for (name,), own in group(same, "variant").items()}
+        values = {
+            name: [_values(measured[run_name(row), corpus]) | {"seed": row["seed"]} for row in own]
+            for name, own in variants.items()
+        }
+        for name in (name for name in LABELS if name in values):
+            own, control = values[name], values.get(CONTROL, [])
+            cells = [LABELS[name] + (f", {size}" if size else ""), f"{context:,}", f"{tokens / 1e6:,.0f}M"]
+            cells.append(str(len(own)))
+            cells += [_less(own, own, ("cut", length), ("cut", READ_LENGTHS[-1])) for length in READ_LENGTHS[:-1]]
+            cells += [_less(control, own, *[("position", length)] * 2) for length in READ_LENGTHS[1::3]]
+            shares = [sum(run["recalled", at]["value"] for run in own) / len(own) for at in READ_LENGTHS]
+            cells.append(", ".join(f"{share:.0%}" for share in shares))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _values(rows: list[Row]) -> dict[Any, Any]:
+    return {(row["measure"], row["length"]): row for row in rows}
+
+
+def _less(ours: list[Any], base: list[Any], measure: tuple[str, int], of_base: tuple[str, int]) -> str:
+    """Returns the difference of a measure over the seeds that both have, with half of an interval.
+
+    The interval is the wider one of that over documents and that over seeds.
+    """
+    by_seed = {run["seed"]: run[of_base]["documents"] for run in base}
+    pairs = [(run[measure]["documents"], by_seed[run["seed"]]) for run in ours if run["seed"] in by_seed]
+    found = compared([one for one, _ in pairs], [other for _, other in pairs])
+    return "" if found is None else max(found, key=lambda value: value.half or 0.0).text(sign=True)
+
+
+FOLDER = "context_scaling"
+FIGURES = {"context-scaling/choice.png": draw}  # in the folder of the page
+
+
+def _claims(results: Path) -> str:
+    return claims_table(Found(results / FOLDER), not_learned())
+
+
+# By their names; each gets the folder of results.
+TABLES: dict[str, Callable[[Path], str]] = {
+    f"{FOLDER}/choice": lambda results: choice_table(Evidence(results)),
+    f"{FOLDER}/short": lambda results: short_table(Evidence(results)),
+    f"{FOLDER}/claims": _claims,
+    f"{FOLDER}/studies": lambda results: studies_table(Found(results / FOLDER)),
+    "learning_context.csv": use_table,
+}
+# The files that the tables are of.
+SOURCES = {
+    f"{FOLDER}/choice": ("learning.csv", f"{FOLDER}/speed.csv", "decoding_h200.csv"),
+    f"{FOLDER}/short": ("learning.csv", f"{FOLDER}/speed.csv"),
+    f"{FOLDER}/claims": (f"{FOLDER}/runs.csv",),
+    f"{FOLDER}/studies": (),
+    "learning_context.csv": ("learning.csv",),
+}
+
+
+def draw_all(results: Path, beside: Path) -> None:
+    """Draws the figures into the folder of the page."""
+    evidence = Evidence(results)
+    for name, figure in FIGURES.items():
+        figure(evidence).savefig(beside / name, metadata={"Software": None})
