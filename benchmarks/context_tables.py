@@ -225,7 +225,7 @@ def use_table(results: Path) -> str:
     heading = ["model", "trained at", "tokens", "seeds"]
     heading += [f"cut to {length:,}" for length in READ_LENGTHS[:-1]]
     heading += [f"ahead of a window of 32 at {length // 4:,} to {length - 1:,}" for length in READ_LENGTHS[1::3]]
-    heading += ["recalled at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS)]
+    heading.append("recalled, not repeated; at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS))
     lines = [f"| {' | '.join(heading)} |", "|---|" + "---:|" * (len(heading) - 1)]
     for (corpus, context, tokens, size), same in sorted(
         group(rows, "corpus", "context", "tokens", "size").items(), key=str
@@ -241,8 +241,8 @@ def use_table(results: Path) -> str:
             cells.append(str(len(own)))
             cells += [_less(own, own, ("cut", length), ("cut", READ_LENGTHS[-1])) for length in READ_LENGTHS[:-1]]
             cells += [_less(control, own, *[("position", length)] * 2) for length in READ_LENGTHS[1::3]]
-            shares = [sum(run["recalled", at]["value"] for run in own) / len(own) for at in READ_LENGTHS]
-            cells.append(", ".join(f"{share:.0%}" for share in shares))
+            shares = [f"{mean(run['recalled', at]['value'] for run in own):.0%}" for at in (0, *READ_LENGTHS)]
+            cells.append(f"{shares[0]}; {', '.join(shares[1:])}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

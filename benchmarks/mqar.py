@@ -45,8 +45,12 @@ def main() -> int:
     sweep = load_sweep(args.recipe).override(args.overrides)
     folder = args.out or Path("runs") / sweep.name
     kept = read_rows(args.csv, texts=("commit",)) if args.csv.is_file() else []
-    keep(kept, folder)
     known = {row["run"] for row in kept}
+    strange = sorted(known - {run.id for run in sweep.runs})
+    if strange:  # they would be lost: the file gets the rows of the sweep
+        parser.error(f"{args.csv} holds {len(strange)} runs that are not of this sweep, such as {strange[0]}: "
+                     "give another file")  # fmt: skip
+    keep(kept, folder)
     wanted = [run for run in sweep.runs if override(run, args.only) == run]
     if not wanted:
         parser.error(f"no run of {sweep.name} has {' and '.join(args.only)}")

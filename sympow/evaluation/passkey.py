@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sympow.models import LanguageModel, generate
+from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -79,13 +80,16 @@ def passkey_recall(
         seed: the seed of the numbers.
         quiet: show no progress.
 
-    Raises ValueError for values out of range and for contexts too short to hold the number and the question.
+    Raises ValueError for values out of range, for contexts too short to hold the number and the question, and if there
+    is not enough memory for the texts.
     """
     if texts < 1 or not contexts or not depths:
         raise ValueError(f"expected at least one text, context and depth; got {texts}, {contexts}, {depths}")
     for depth in depths:
         if not 0 <= depth <= 1:
             raise ValueError(f"a depth must be from 0 to 1, got {depth}")
+    check_memory(f"a context of {max(contexts):,} tokens", 32 * max(contexts))  # the text, and two parts of filler
+    check_memory(f"a list of {texts:,} texts", 64 * texts)
     rows = []
     with Progress(f"passkeys, {name}", "text", total=len(contexts) * len(depths) * texts, quiet=quiet) as progress:
         for context in contexts:

@@ -19,6 +19,7 @@ from sympow.ops.feature_map import spow_dim, tpow_dim
 POWERS = (2, 3, 4, 5, 6, 8)
 CONTEXTS = (1024, 8192, 65_536, 1_000_000)
 WINDOW = 8192
+_LARGEST_POWER = 256  # sizes grow as key_dim**p, and Python prints up to 4,300 digits
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def size_tables(
 
     Args:
         shape: the sizes of the model.
-        powers: the p of power attention, in the tables of states.
+        powers: the p of power attention, in the tables of states; at most 256.
         contexts: in tokens, for what grows with the context and for the ratios.
         window: of window attention, in tokens.
         element_bytes: bytes of an element of a state.
@@ -82,6 +83,8 @@ def size_tables(
             f"sizes need at least one power, one context and one byte an element, got powers={list(powers)}, "
             f"contexts={list(contexts)}, element_bytes={element_bytes}"
         )
+    if max(powers) > _LARGEST_POWER:
+        raise ValueError(f"sizes are computed up to p = {_LARGEST_POWER}, got powers={list(powers)}")
     return [
         _dimensions(shape, powers),
         _power_states(shape, powers, element_bytes),

@@ -103,6 +103,8 @@ class ModelConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+            if value >= 2**31:
+                raise ValueError(f"{name} must be below 2**31; got {value}")
         if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, int | float) or not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps must be a number between 0 and 1; got {self.norm_eps!r}")
         for name in ("tie_embeddings", "embedding_norm"):

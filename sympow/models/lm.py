@@ -25,9 +25,11 @@ from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
 from sympow.ops.availability import has_values
+from sympow.ops.memory import check_memory
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
+_MODULE_BYTES = 2_000  # of Python's objects for a module, without its weights, at least
 
 
 @dataclass
@@ -44,6 +46,8 @@ class LanguageModel(nn.Module):
         config: the body, the shape and the mixers.
         seed: of the initial weights, which do not depend on the device. None draws one from torch's default
             generator, as torch's own modules do.
+
+    Raises ValueError if there is not enough memory for the weights.
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = None):
@@ -57,7 +61,10 @@ class LanguageModel(nn.Module):
             body: Callable[[ModelConfig, int], Block] = BODIES[config.body]
             norm, normed = BODIES[config.body].norm, BODIES[config.body].norms_embedding and config.embedding_norm
             self.embedding_norm = norm(config) if normed else None
-            blocks = [body(config, layer) for layer in range(config.n_layers)]
+            pattern = min(config.n_layers, len(config.mixers))
+            blocks = [body(config, layer) for layer in range(pattern)]
+            _check_memory(config, blocks, device)
+            blocks += [body(config, layer) for layer in range(pattern, config.n_layers)]
             self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
             self.final_norm = norm(config)
             untied = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -368,3 +375,20 @@ class Undrawn(LanguageModel):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Keeps the weights as they are."""
         return
+
+
+def _check_memory(config: ModelConfig, pattern: Sequence[Block], device: torch.device) -> None:
+    """Raises ValueError if a model is larger than the free memory.
+
+    Args:
+        config: of the model.
+        pattern: the first blocks of the model, one for each mixer of the pattern, on the meta device.
+        device: of the weights.
+    """
+    what = f"a model of {config.n_layers:,} layers"
+    modules = sum(1 for block in pattern for _ in block.modules()) / len(pattern)
+    check_memory(what, _MODULE_BYTES * modules * config.n_layers)
+    layer = sum(p.numel() for block in pattern for p in block.state_dict().values()) / len(pattern)
+    table = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
+    what += f" with d_model = {config.d_model:,} and a vocabulary of {config.vocab_size:,}"
+    check_memory(what, torch.get_default_dtype().itemsize * (config.n_layers * layer + table), device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.ops import reference
-from sympow.ops.gate_sums import gate_sums
+from sympow.ops.gate_sums import gate_sums, joined
 from sympow.ops.types import PowerState
 
 
@@ -52,7 +52,7 @@ def attention(
     # Row 0 has the incoming state, row n + 1 that of chunk n. Row n of the decayed sums is the state before chunk n.
     gates = k.new_zeros(batch, chunks, groups) if log_g is None else log_g.sum(1, dtype=torch.float64)
     sums = gate_sums(pad(gates.view(batch, chunks, groups), (0, 0, 1, 0)), 1)
-    decays = sums.of(lambda x: x[:, :, None]).since(sums.of(lambda x: x[:, None]))  # [B, N + 1, N + 1, G]
+    decays = joined(sums[:, :, :, None] - sums[:, :, None])  # [B, N + 1, N + 1, G]
     later = torch.ones(chunks + 1, chunks + 1, dtype=torch.bool, device=k.device).triu(1)
     decays = decays.masked_fill(later[:, :, None], -torch.inf).exp().to(k.dtype)
     s = torch.einsum("bnmg,bmgdv->bngdv", decays, s)

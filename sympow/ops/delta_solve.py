@@ -19,7 +19,7 @@ from sympow.ops import eager
 from sympow.ops.delta_types import DeltaGradients, DeltaOptions
 from sympow.ops.eager_chunks import Options
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.gate_sums import GateSums, gate_sums
+from sympow.ops.gate_sums import gate_sums, joined
 from sympow.ops.monomials import Basis, Features, basis
 from sympow.ops.types import PowerState
 
@@ -155,26 +155,25 @@ def _chunk(k: Tensor, beta: Tensor, log_g: Tensor | None, span: slice, p: int) -
     if sums is None:
         return Chunk(keys, own, weights, ones, ones)
     weights *= _decays(sums, len(keys), keys.shape[2], keys)
-    past, kept = sums.total().exp(), sums.of(lambda x: x[:, -1:]).since(sums).exp()
+    past, kept = joined(sums).exp(), joined(sums[:, :, -1:] - sums).exp()
     return Chunk(keys, own, weights, past[:, None].to(k.dtype), kept[:, None].to(k.dtype))
 
 
-def _sums(log_g: Tensor | None, span: slice, k: Tensor) -> GateSums | None:
-    """Returns the log decays from the start of a chunk to each token, [N, C]."""
+def _sums(log_g: Tensor | None, span: slice, k: Tensor) -> Tensor | None:
+    """Returns the log decays from the start of a chunk to each token, [parts, N, C]."""
     if log_g is None:
         return None
     return gate_sums(_heads(log_g[:, span, :, None])[:, 0], 1, k.dtype)
 
 
-def _decays(sums: GateSums | None, heads: int, time: int, like: Tensor) -> Tensor:
+def _decays(sums: Tensor | None, heads: int, time: int, like: Tensor) -> Tensor:
     """Returns the decay from token j to token i >= j, [N, C (i), C (j)]; above the diagonal the values mean nothing."""
     if sums is None:
         return like.new_ones(heads, time, time)
     if like.dtype == torch.float32:  # two numbers whose differences are exact enough, because float64 takes longer
-        total = sums.total()
-        high = total.to(like.dtype)
-        sums = GateSums(high, (total - high).to(like.dtype))
-    return sums.of(lambda x: x[:, :, None]).since(sums.of(lambda x: x[:, None])).clamp_(max=0).exp_()
+        high = sums[0].to(like.dtype)
+        sums = torch.stack([high, (sums[0] - high).to(like.dtype)])
+    return joined(sums[:, :, :, None] - sums[:, :, None]).clamp_(max=0).exp_()
 
 
 def _heads(x: Tensor) -> Tensor:

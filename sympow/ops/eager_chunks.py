@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.ops.availability import has_values
-from sympow.ops.gate_sums import GateSums, gate_sums
+from sympow.ops.gate_sums import gate_sums, joined, split
 from sympow.ops.monomials import Basis, Features, basis
 from sympow.ops.types import OutOfRangeError
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 SCORE_ROWS = 128
-# Of sums within a block of SCORE_ROWS tokens: the dtype has all multiples up to SCORE_ROWS times `hardest`.
-_PAIR_GRID = {torch.float32: 2.0**-10, torch.float64: 2.0**-23}
 
 
 class Options(NamedTuple):
@@ -42,7 +40,15 @@ class Chunk(NamedTuple):
     v: Tensor  # [N, V + 1, C], the last channel 1
     past: Tensor  # [N, 1, 1, C]: the decay from the start of the chunk to each query
     kept: Tensor  # [N, 1, C]: the decay from each token to the chunk's end
-    sums: GateSums | None  # [N, C]: log decays from the chunk's start to each token, including the token's own gate
+    sums: Tensor | None  # [parts, N, C]: `gate_sums` from the chunk's start to each token, its own gate included
+
+
+class Decays(NamedTuple):
+    """Holds decays of n chunks, as those of a chunk. Behind the last token are gates of 1."""
+
+    sums: Tensor  # [parts, N, n, C]
+    past: Tensor  # [N, n, C]
+    kept: Tensor  # [N, n, C]
 
 
 class ChunkedSequence:
@@ -61,6 +67,16 @@ class ChunkedSequence:
         self._weights: Tensor | None = None  # not a cached_property, which torch.compile does not trace
         size = options.chunk_size
         self.spans = [slice(i, min(i + size, self.time)) for i in range(0, self.time, size)]
+        self.gates = None if log_g is None else self._decays(log_g)
+
+    def _decays(self, log_g: Tensor) -> Decays:
+        """Returns the decays of all chunks at once, because each operation on so few numbers costs about its call."""
+        size = min(self.options.chunk_size, self.time)
+        gates = log_g.transpose(1, 2).flatten(0, 1)
+        gates = pad(gates, (0, len(self.spans) * size - self.time)).unflatten(1, (-1, size))
+        sums = gate_sums(pad(gates, (0, whole_blocks(size) - size)), 2, self.dtype)
+        past, kept = joined(sums).to(self.dtype), joined(sums[..., -1:] - sums).to(self.dtype)
+        return Decays(sums, decay_factors(past, past[..., :1]), decay_factors(kept))
 
     @property
     def basis(self) -> Basis:
@@ -78,15 +94,12 @@ class ChunkedSequence:
         """Returns the tensors of the chunk at `span`."""
         q = self.queries(self.q[:, span]).mul_(self.options.scale)
         k, v = self.keys(self.k[:, span]), self.keys(self.v[:, span], ones=True)
-        if self.log_g is None:
+        if self.gates is None:
             one = v.new_ones(1, 1, 1)
             return Chunk(q, k, v, one[None], one, None)
-        gates = self.log_g[:, span].transpose(1, 2).flatten(0, 1)
-        sums = gate_sums(pad(gates, (0, k.shape[2] - gates.shape[1])), 1, self.dtype)
-        past = sums.total().to(self.dtype)
-        past = decay_factors(past, past[:, :1])
-        kept = decay_factors(sums.of(lambda x: x[:, -1:]).since(sums).to(self.dtype))
-        return Chunk(q, k, v, past[:, None, None], kept[:, None], sums)
+        index, time = span.start // self.options.chunk_size, k.shape[2]
+        past, kept = (x[:, index, None, :time] for x in (self.gates.past, self.gates.kept))
+        return Chunk(q, k, v, past[:, None], kept, self.gates.sums[:, :, index, :time])
 
     def queries(self, x: Tensor) -> Tensor:
         """Returns [B, C, H, *] as a new [N, *, R, C], C filled up."""
@@ -200,34 +213,24 @@ class Block:
     Args:
         chunk: the chunk that the block is part of.
         index: the number of the block of rows, from 1; None: all blocks on the diagonal.
+        row_decay: [M, 1, 1, c], or None.
+        key_decay: [M, 1, n], or None.
+        pair_decay: [M, n, 1, c], or None.
     """
 
-    def __init__(self, chunk: Chunk, index: int | None):
+    def __init__(
+        self,
+        chunk: Chunk,
+        index: int | None,
+        row_decay: Tensor | None = None,
+        key_decay: Tensor | None = None,
+        pair_decay: Tensor | None = None,
+    ):
         self.index, self.size, self.heads = index, min(SCORE_ROWS, chunk.k.shape[2]), len(chunk.k)
         self.q, self.k, self.v = self.rows(chunk.q), self.keys(chunk.k), self.keys(chunk.v)
-        self.row_decay: Tensor | None = None
-        self.key_decay: Tensor | None = None
-        self.pair_decay: Tensor | None = None
-        if index is None:
-            future = chunk.k.new_full((self.size, self.size), -torch.inf).tril(-1)  # keys along dim 0, rows along dim 1
-            pair = future[None]
-            if chunk.sums is not None:
-                own = chunk.sums.of(lambda x: self.keys(x[:, None])[:, 0])  # [M, n]
-                grid, first = _PAIR_GRID[chunk.k.dtype], own.coarse[:, :1]
-                rounded = ((own.coarse - first) / grid).round_().mul_(grid)
-                rest = own.since(GateSums(first + rounded, None if own.fine is None else own.fine[:, :1]))
-                rest, decay = rest.to(chunk.k.dtype), rounded.to(chunk.k.dtype)
-                pair = (decay[:, None] - decay[:, :, None]).add_(future)
-                self.row_decay, self.key_decay = rest.exp()[:, None, None], rest.neg().exp_()[:, None]
-            self.pair_decay = decay_factors(pair)[:, :, None]  # [M, n, 1, c]
-        elif chunk.sums is not None:
-            start = index * self.size
-            before = chunk.sums.of(lambda x: x[:, start - 1 : start])
-            log_decay = before.since(chunk.sums.of(lambda x: x[:, :start])).to(chunk.k.dtype)
-            later = chunk.sums.of(lambda x: x[:, start : start + self.size]).since(before).to(chunk.k.dtype)
-            self.key_decay, self.row_decay = decay_factors(log_decay)[:, None], decay_factors(later)[:, None, None]
-        if self.key_decay is not None:
-            self.v = self._times(self.v, self.key_decay)
+        self.row_decay, self.key_decay, self.pair_decay = row_decay, key_decay, pair_decay
+        if key_decay is not None:
+            self.v = self._times(self.v, key_decay)
 
     def _times(self, x: Tensor, decay: Tensor) -> Tensor:
         """Returns x [M, ...], what `keys` or `rows` has selected of several channels, times a decay.
@@ -294,9 +297,31 @@ class Block:
 
 def score_blocks(chunk: Chunk) -> Iterator[Block]:
     """Yields all scores of a chunk with itself; those in the future are left out or masked."""
-    yield Block(chunk, None)
-    for index in range(1, -(-chunk.k.shape[2] // SCORE_ROWS)):
-        yield Block(chunk, index)
+    yield _diagonal(chunk)
+    size = SCORE_ROWS
+    starts = range(size, chunk.k.shape[2], size)
+    if chunk.sums is None or not starts:
+        yield from (Block(chunk, index) for index in range(1, len(starts) + 1))
+        return
+    blocks = chunk.sums.unflatten(2, (-1, size))
+    before = blocks[:, :, :-1, -1:]  # [parts, N, blocks, 1]
+    rows = decay_factors(joined(blocks[:, :, 1:] - before).to(chunk.k.dtype))[:, :, None, None]
+    sums = chunk.sums[:, :, None]
+    for index, (first, row_decay) in enumerate(zip(before[..., None].unbind(2), rows.unbind(1), strict=True), 1):
+        keys = joined(first - sums[..., : index * size]).to(chunk.k.dtype)
+        yield Block(chunk, index, row_decay, decay_factors(keys))
+
+
+def _diagonal(chunk: Chunk) -> Block:
+    size = min(SCORE_ROWS, chunk.k.shape[2])
+    future = chunk.k.new_full((size, size), -torch.inf).tril(-1)  # keys along dim 0, rows along dim 1
+    if chunk.sums is None:
+        return Block(chunk, None, pair_decay=decay_factors(future[None, :, None]))
+    own = chunk.sums.unflatten(2, (-1, size)).flatten(1, 2)  # [parts, M, c]
+    log_decay, rest = split(own - own[..., :1], chunk.k.dtype)
+    pair = (log_decay[:, None] - log_decay[:, :, None]).add_(future)
+    row_decay = rest.exp()[:, None]
+    return Block(chunk, None, row_decay[:, None], row_decay.reciprocal(), decay_factors(pair)[:, :, None])
 
 
 def whole_blocks(time: int) -> int:
@@ -312,8 +337,9 @@ def decay_factors(log_decay: Tensor, largest: Tensor | None = None) -> Tensor:
     exp(largest), if `largest`, which is <= 0 and broadcasts to log_decay, is given.
     """
     least = math.log(torch.finfo(log_decay.dtype).tiny)
-    if largest is None:
-        return torch.threshold(log_decay, least / 2, -math.inf).exp_()
+    if largest is None:  # many processors also compute exp(-inf) slowly
+        smallest = math.exp(least / 2) * (1 + 4 * torch.finfo(log_decay.dtype).eps)
+        return torch.threshold_(log_decay.clamp(min=least / 2).exp_(), smallest, 0)
     return log_decay.masked_fill(log_decay < (largest + least / 2).clamp(min=least), -math.inf).exp_()
 
 

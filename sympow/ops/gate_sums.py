@@ -9,39 +9,11 @@ float64 up to a million tokens, and those of the rests are too small to round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-_GRID = 2.0**-23
-
-
-class GateSums(NamedTuple):
-    """Holds sums L of log gates from the first token to each, float64.
-
-    Attributes:
-        coarse: for decays in float64 the exact sum of multiples of 2**-23; for float32 L itself, whose differences have
-            more digits than float32.
-        fine: the rest of L; None for float32.
-    """
-
-    coarse: Tensor
-    fine: Tensor | None
-
-    def total(self) -> Tensor:
-        """Returns L, the log of the decay from before the first token."""
-        return self.coarse if self.fine is None else self.coarse + self.fine
-
-    def since(self, earlier: GateSums) -> Tensor:
-        """Returns L less an earlier L, by broadcasting."""
-        difference = self.coarse - earlier.coarse
-        return difference if self.fine is None or earlier.fine is None else difference + (self.fine - earlier.fine)
-
-    def of(self, change: Callable[[Tensor], Tensor]) -> GateSums:
-        """Returns both parts after a change of their shape."""
-        return GateSums(change(self.coarse), None if self.fine is None else change(self.fine))
+# Multiples of it up to `hardest` times 128 tokens are exact in the dtype.
+_GRID = {torch.float32: 2.0**-10, torch.float64: 2.0**-23}
 
 
 def hardest(dtype: torch.dtype) -> float:
@@ -49,13 +21,34 @@ def hardest(dtype: torch.dtype) -> float:
     return -128.0 if dtype == torch.float32 else -800.0
 
 
-def gate_sums(log_g: Tensor, dim: int, dtype: torch.dtype = torch.float64) -> GateSums:
+def gate_sums(log_g: Tensor, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns the running sums, along `dim`, of log gates <= 0 in any float dtype, for decays in `dtype`.
 
     The gradient of a log gate below `hardest(dtype)` is 0.
+
+    Returns:
+        [parts, ...], float64: parts whose sum is L. For decays in float32 there is one part, whose differences have
+        more digits than float32. For float64 there are the exact sum of multiples of 2**-23, and that of the rests.
     """
     log_g = log_g.double().clamp(min=hardest(dtype))
     if dtype == torch.float32:
-        return GateSums(log_g.cumsum(dim), None)
-    coarse = (log_g.detach() / _GRID).round() * _GRID
-    return GateSums(coarse.cumsum(dim), (log_g - coarse).cumsum(dim))
+        return log_g.cumsum(dim)[None]
+    coarse = (log_g.detach() / _GRID[dtype]).round() * _GRID[dtype]
+    return torch.stack([coarse.cumsum(dim), (log_g - coarse).cumsum(dim)])
+
+
+def joined(parts: Tensor) -> Tensor:
+    """Returns the sum over the parts [parts, ...] of L, or of a difference of two L."""
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def split(difference: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns differences of L [parts, ...] in two numbers of `dtype`.
+
+    The first is a multiple of a power of two, and differences of such numbers are exact. The second is below 1.
+    """
+    if len(difference) == 1:
+        rounded = (difference[0] / _GRID[dtype]).round_().mul_(_GRID[dtype])
+        difference = torch.stack([rounded, difference[0] - rounded])
+    parts = difference.to(dtype)
+    return parts[0], parts[1]

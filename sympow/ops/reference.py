@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow
-from sympow.ops.gate_sums import GateSums, gate_sums
+from sympow.ops.gate_sums import gate_sums, joined
 from sympow.ops.types import PowerState
 
 
@@ -33,22 +33,21 @@ def quadratic(
     A state from before is read through phi(q), as in (M11) with one chunk.
     """
     q = _group(q, k)
-    sums = _sums(k, log_g)  # L, [B, T, G]
+    sums = _sums(k, log_g)  # L, [parts, B, T, G]
     score = scale * torch.einsum("btgrk,bsgk->bgrts", q, k)  # (M1)
     past = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).tril()
-    pairs = sums.of(lambda x: x[:, :, None]).since(sums.of(lambda x: x[:, None]))
+    pairs = joined(sums[:, :, :, None] - sums[:, :, None])
     b = pairs.masked_fill(~past[:, :, None], -torch.inf).exp().to(k.dtype)  # (M2), [B, T, T, G]
     weight = score**p * b.permute(0, 3, 1, 2)[:, :, None]
     numerator = torch.einsum("bgrts,bsgv->btgrv", weight, v)  # (M3)
     normalizer = weight.sum(-1).permute(0, 3, 1, 2)  # (M4), [B, T, G, R]
 
-    keep = sums.of(lambda x: x[:, -1:]).since(sums)
-    keep = keep.exp().to(k.dtype)  # exp(L_T - L_j): the decay from token j to the end
+    keep = joined(sums[:, :, -1:] - sums).exp().to(k.dtype)  # exp(L_T - L_j): the decay from token j to the end
     phi_k = spow(k, p) * keep[..., None]
     s = torch.einsum("btgd,btgv->bgdv", phi_k, v)  # (M12)
     z = phi_k.sum(1)
     if state is not None:
-        decay = sums.total().exp().to(k.dtype)  # from before the first token
+        decay = joined(sums).exp().to(k.dtype)  # from before the first token
         phi_q = spow(q * scale, p) * decay[:, :, :, None, None]
         numerator = numerator + torch.einsum("btgrd,bgdv->btgrv", phi_q, state.s)
         normalizer = normalizer + torch.einsum("btgrd,bgd->btgr", phi_q, state.z)
@@ -120,5 +119,5 @@ def _group(q: Tensor, k: Tensor) -> Tensor:
     return q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
 
 
-def _sums(k: Tensor, log_g: Tensor | None) -> GateSums:
+def _sums(k: Tensor, log_g: Tensor | None) -> Tensor:
     return gate_sums(torch.zeros_like(k[..., 0]) if log_g is None else log_g, 1)

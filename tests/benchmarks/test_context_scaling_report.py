@@ -171,12 +171,13 @@ def test_the_use_of_context_is_over_documents_and_seeds(tmp_path):
             rows.append(use_row(run, "cut", length, [2.0 + shift, 3.0 + shift + 0.2 * (length == 256)]))
             rows.append(use_row(run, "position", length, [2.0 + (name == "window32"), 3.0 + (name == "window32")]))
             rows.append(use_row(run, "recalled", length, [0.25, 0.75]))
+        rows.append(use_row(run, "recalled", 0, [0.25, 0.25]))
     write_rows(tmp_path / "learning_context.csv", rows)
     shown = context_tables.use_table(tmp_path)
     power = next(
         line for line in shown.splitlines() if line.startswith("| power attention, p = 2 | 4,096 | 100M | 2 |")
     )
-    assert "| +0.600 ± 1.271 | +0.500 ± 0.000 |" in power and power.endswith("| 50%, 50%, 50%, 50%, 50% |")
+    assert "| +0.600 ± 1.271 | +0.500 ± 0.000 |" in power and power.endswith("| 25%; 50%, 50%, 50%, 50%, 50% |")
     assert power.count("+1.000 ± 0.000") == 2
 
 

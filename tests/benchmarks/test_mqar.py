@@ -60,6 +60,17 @@ def test_a_part_of_a_sweep_keeps_the_rows_of_others(tiny, tmp_path, monkeypatch)
         command(monkeypatch, tmp_path, "--only", "width=32")
 
 
+def test_a_file_of_another_sweep_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    rows = command(monkeypatch, tmp_path, "--only", "width=8", "--only", "seed=1")
+    before = (tmp_path / "rows.csv").read_bytes()
+    with pytest.raises(SystemExit):
+        command(monkeypatch, tmp_path, "weight_decay=0.2")
+    assert (
+        f"holds 2 runs that are not of this sweep, such as {min(row['run'] for row in rows)}" in capsys.readouterr().err
+    )
+    assert (tmp_path / "rows.csv").read_bytes() == before
+
+
 def test_other_seeds_run_at_the_best_rate_of_the_first(tiny, tmp_path, monkeypatch):
     rows = command(monkeypatch, tmp_path, "--best-rate")
     assert len(rows) == 2 * (2 + 2)

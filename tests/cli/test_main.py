@@ -578,6 +578,39 @@ def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, 
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.n_layers=1000000000"], "a model of 1,000,000,000 layers needs 2"),
+        (["model.n_layers=1000000"], "a model of 1,000,000 layers needs 2"),
+        (["model.vocab_size=1000000000"], "a model of 1 layers with d_model = 16 and a vocabulary of 1,000,000,000 ne"),
+        (["model.mlp_ratio=1000000000"], "a model of 1 layers with d_model = 16 and a vocabulary of 256 needs 2.1 TB"),
+        (["model.d_model=8000000"], "a model of 1 layers with d_model = 8,000,000 and a vocabulary of 256 needs 1"),
+    ],
+)
+def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, message):
+    """Before, a billion layers were made one by one, until the system ended the process."""
+    monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
+    error = fails("train", f"{folder}/tiny.py", "--out", tmp_path / "run", *words)
+    assert error.startswith(message) and error.endswith(" of memory; this machine has 4.0 GB free")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--context", 10**9], "a context of 1,000,000,000 tokens needs 32 GB of memory; this machine has 4.0 GB free"),
+        (["--texts", 10**9], "a list of 1,000,000,000 texts needs 64 GB of memory; this machine has 4.0 GB free"),
+    ],
+)
+def test_passkeys_that_no_memory_holds(folder, fails, monkeypatch, words, message):
+    monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
+    assert fails("passkey", folder / "power", *words) == message
+
+
+def test_sizes_of_powers_without_a_bound(fails):
+    assert fails("sizes", "--p", 2, 10**9) == "sizes are computed up to p = 256, got powers=[2, 1000000000]"
+
+
+@pytest.mark.parametrize(
     ("error", "message"),
     [
         (lambda: np.zeros((1 << 38, 1 << 20), np.int64), "not enough memory: Unable to allocate 2.00 EiB for an array"),

@@ -27,6 +27,9 @@ CASES = [
     ("linear", BLOCK),
     ("linear", {"feature_map": "elu+1"}),
     ("linear", {"feature_map": "elu+1", "qk_norm": True}),
+    ("linear", {"feature_map": "taylor", "head_dim": 16}),
+    ("hyena", {"max_length": 64, "recurrences": 2}),
+    ("h3", {"state_dim": 256}),
     ("retnet", {}),
     ("h3", {}),
 ]

@@ -61,6 +61,8 @@ def test_mixers_repeat_over_the_layers():
         (lambda: MixerConfig("power", {"chunk": 4}), "the power mixer has no option 'chunk'; it is called chunk_size"),
         (lambda: MixerConfig("short_convolution", {"mixer": "powr"}), "a mixer is one of .*; got 'powr'"),
         (lambda: ModelConfig(0, 32, 2, 2), "vocab_size must be an integer of at least 1; got 0"),
+        (lambda: ModelConfig(9, 32, 2**31, 2), r"n_layers must be below 2\*\*31; got 2147483648"),
+        (lambda: ModelConfig(10**30, 32, 2, 2), rf"vocab_size must be below 2\*\*31; got {10**30}"),
         (lambda: ModelConfig(9, 32, True, 2), "n_layers must be an integer of at least 1; got True"),
         (lambda: ModelConfig(9, 32, 2, 2, ()), "mixers is a tuple of at least one MixerConfig"),
         (lambda: ModelConfig(9, 32, 2, 2, ("power",)), "mixers is a tuple of at least one MixerConfig"),
