@@ -10,8 +10,14 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "sympow"
 FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-# The kernels of the delta rule are a backend that calls the algorithm which looks for it.
-KNOWN = {"sympow.ops.triton.delta": {"sympow.ops.delta_rule"}}
+# The kernels of the delta rule are a backend that calls the algorithm which looks for it. A function of plain torch and
+# the operator that stands for it in a compiled graph call one another.
+KNOWN = {
+    "sympow.ops.triton.delta": {"sympow.ops.delta_rule"},
+    "sympow.ops.delta_rule": {"sympow.ops.eager_operators"},
+    "sympow.ops.eager": {"sympow.ops.eager_operators"},
+    "sympow.ops.rotary": {"sympow.ops.eager_operators"},
+}
 LONGEST = 900  # lines: a file tells one idea from top to bottom
 # What tests may take of named tuples, Python, PyTorch and Triton, which have no public name for it.
 PRIVATE = {"_replace", "_asdict", "_getframe", "_exit", "_cdata", "_dynamo", "_subclasses", "_python_dispatch",
