@@ -10,14 +10,6 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "sympow"
 FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-# The kernels of the delta rule are a backend that calls the algorithm which looks for it. A function of plain torch and
-# the operator that stands for it in a compiled graph call one another.
-KNOWN = {
-    "sympow.ops.triton.delta": {"sympow.ops.delta_rule"},
-    "sympow.ops.delta_rule": {"sympow.ops.eager_operators"},
-    "sympow.ops.eager": {"sympow.ops.eager_operators"},
-    "sympow.ops.rotary": {"sympow.ops.eager_operators"},
-}
 LONGEST = 900  # lines: a file tells one idea from top to bottom
 # What tests may take of named tuples, Python, PyTorch and Triton, which have no public name for it.
 PRIVATE = {"_replace", "_asdict", "_getframe", "_exit", "_cdata", "_dynamo", "_subclasses", "_python_dispatch",
@@ -57,13 +49,9 @@ def test_no_file_is_long():
 
 def test_no_import_circle():
     """graphlib names the circle it finds."""
-    graph = {module_of(name): imported(name) - KNOWN.get(module_of(name), set()) for name in FILES}
+    graph = {module_of(name): imported(name) for name in FILES}
     assert sum(map(len, graph.values())) > 300
     tuple(TopologicalSorter(graph).static_order())
-
-
-def test_known_circles_are_there():
-    assert all(back <= imported(MODULES[name]) for name, back in KNOWN.items())
 
 
 @pytest.mark.parametrize(("room", "above"), [("runtime", ("fused", "triton")), ("fused", ("triton",))])

@@ -16,7 +16,8 @@ from torch.nn.functional import normalize
 from sympow.ops import delta_reference, delta_solve
 from sympow.ops.availability import NO_TRITON, has_values, without_autocast
 from sympow.ops.checks import check_inputs
-from sympow.ops.delta_types import DeltaBackend, DeltaOptions, DeltaOutput
+from sympow.ops.delta_types import DeltaOptions, DeltaOutput
+from sympow.ops.eager_operators import delta_eager
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.packed import borders, check_borders, empty
@@ -243,8 +244,6 @@ def _eager(q, k, v, beta, log_g, state, **options):
     gate = None if log_g is None else log_g.to(dtype)
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), gate, state)
     if torch.compiler.is_dynamo_compiling():
-        from sympow.ops.eager_operators import delta_eager
-
         out, after, *_ = delta_eager(*inputs, options["p"], options["chunk_size"] or 0, options["return_state"])
     else:
         out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
@@ -274,40 +273,10 @@ def _implementation(impl: str, q: Tensor, p: int, has_state: bool) -> Callable:
     return _eager if refusal else _triton
 
 
-def forward(
-    backend: DeltaBackend, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
-    options: DeltaOptions,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Computes output, last state, errors and updates, by (M21) to (M23); shapes are those of `DeltaBackend`."""
-    errors, u = backend.solve(k, v, beta, log_g, state, options)
-    out, last = backend.attend(q, k, u, log_g, state, options)
-    return out, last, errors, u
-
-
-def backward(
-    backend: DeltaBackend, q: Tensor, k: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
-    errors: Tensor, u: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes the gradients of q, k, v, beta, log_g and the incoming state, by (M24)."""
-    given_u = backend.attend_gradient(q, k, u, log_g, state, last, dout, dlast, options)
-    dv, dbeta = backend.solve_gradient(k, errors, beta, log_g, given_u.u, options)
-    # What is predicted for a key is taken off its value. A prediction is the output of power attention with the values
-    # u, for keys as queries, and the gradient of this output is -dv. It does not contain the token's own update, so
-    # what its gradient takes from there is given back.
-    predicted = backend.attend_gradient(k, k, u, log_g, state, None, -dv, None, options)
-    dk = backend.key_gradient(k, u, dv, (given_u.k, predicted.k, predicted.q), options.p)
-    dlog_g, dstate = (_sum(*pair) for pair in ((given_u.log_g, predicted.log_g), (given_u.state, predicted.state)))
-    return given_u.q, dk, dv, dbeta, dlog_g, dstate
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b
-
-
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_g, state, backend, options: DeltaOptions):
-        out, last, errors, u = forward(backend, q, k, v, beta, log_g, state, options)
+        out, last, errors, u = delta_solve.forward(backend, q, k, v, beta, log_g, state, options)
         ctx.save_for_backward(q, k, v, beta, log_g, state, errors, u, last)
         ctx.backend, ctx.options = backend, options
         ctx.set_materialize_grads(False)
@@ -320,5 +289,7 @@ class _DeltaRule(torch.autograd.Function):
         if dout is None:
             dout = errors.new_zeros(*q.shape[:3], errors.shape[3])
         with without_autocast(q):
-            gradients = backward(ctx.backend, q, k, beta, log_g, state, errors, u, last, dout, dlast, ctx.options)
+            gradients = delta_solve.backward(
+                ctx.backend, q, k, beta, log_g, state, errors, u, last, dout, dlast, ctx.options
+            )
         return *gradients, None, None

@@ -1,7 +1,7 @@
-"""The delta rule in plain torch: prediction errors, and their gradients, from chunk to chunk.
+"""The delta rule by a backend, and the backend in plain torch: prediction errors and their gradients, by chunks.
 
 A token adds u = beta e to the state, where e is the error of what the state predicts for its key. Given u, output and
-last state are those of power attention with the values u (M22), (M23). So this file only finds e, and in the backward
+last state are those of power attention with the values u (M22), (M23). So a backend only finds e, and in the backward
 the gradient of e. Within a chunk both are solutions of a triangular system (M21). Between chunks they need phi only
 against the state, which is in the basis of `monomials`, [N, V, rows] for N = B G heads.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops import eager
-from sympow.ops.delta_types import DeltaGradients, DeltaOptions
+from sympow.ops.delta_types import DeltaBackend, DeltaGradients, DeltaOptions
 from sympow.ops.eager_chunks import Options
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.gate_sums import gate_sums, joined
@@ -34,6 +34,36 @@ class Chunk(NamedTuple):
     weights: Tensor  # [N, C, C]: (k_i . k_j)**p times the decay from j to i, for j < i; otherwise 0
     past: Tensor  # [N, 1, C]: the decay from the start of the chunk to each token
     kept: Tensor  # [N, 1, C]: the decay from each token to the chunk's end
+
+
+def forward(
+    backend: DeltaBackend, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
+    options: DeltaOptions,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Computes output, last state, errors and updates, by (M21) to (M23); shapes are those of `DeltaBackend`."""
+    errors, u = backend.solve(k, v, beta, log_g, state, options)
+    out, last = backend.attend(q, k, u, log_g, state, options)
+    return out, last, errors, u
+
+
+def backward(
+    backend: DeltaBackend, q: Tensor, k: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
+    errors: Tensor, u: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Computes the gradients of q, k, v, beta, log_g and the incoming state, by (M24)."""
+    given_u = backend.attend_gradient(q, k, u, log_g, state, last, dout, dlast, options)
+    dv, dbeta = backend.solve_gradient(k, errors, beta, log_g, given_u.u, options)
+    # What is predicted for a key is taken off its value. A prediction is the output of power attention with the values
+    # u, for keys as queries, and the gradient of this output is -dv. It does not contain the token's own update, so
+    # what its gradient takes from there is given back.
+    predicted = backend.attend_gradient(k, k, u, log_g, state, None, -dv, None, options)
+    dk = backend.key_gradient(k, u, dv, (given_u.k, predicted.k, predicted.q), options.p)
+    dlog_g, dstate = (_sum(*pair) for pair in ((given_u.log_g, predicted.log_g), (given_u.state, predicted.state)))
+    return given_u.q, dk, dv, dbeta, dlog_g, dstate
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
 
 
 def solve(

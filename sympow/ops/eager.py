@@ -53,22 +53,13 @@ def chunked(
     return_state: bool,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
-    """Computes in float32 (float64 for float64 inputs), also under autocast. Shapes are those of `reference`.
-
-    For torch.compile the call is one operator, since a trace of the loop over chunks would be of one length only.
-    """
+    """Computes in float32 (float64 for float64 inputs), also under autocast. Shapes are those of `reference`."""
     s, z = (None, None) if state is None else (state.s, state.z)
     with without_autocast(q):
-        if torch.compiler.is_dynamo_compiling() and context_group is None:
-            from sympow.ops.eager_operators import power_eager
-
-            numbers = (p, scale, normalize, eps, chunk_size or 0, return_state)
-            out, _, s, z = power_eager(q, k, v, log_g, s, z, *numbers)
-        else:
-            has_state = s is not None or return_state or context_group is not None
-            chunk_size = chunk_size or default_chunk_size(q, k, v, p, has_state)
-            options = Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
-            out, s, z = _Chunked.apply(q, k, v, log_g, s, z, options)
+        has_state = s is not None or return_state or context_group is not None
+        chunk_size = chunk_size or default_chunk_size(q, k, v, p, has_state)
+        options = Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
+        out, s, z = _Chunked.apply(q, k, v, log_g, s, z, options)
     return out, PowerState(s, z, p, k.shape[-1]) if return_state else None
 
 

@@ -1,4 +1,4 @@
-"""Power attention, its delta rule and sums of positions in plain torch as PyTorch operators, for torch.compile.
+"""Power attention and its delta rule in plain torch as PyTorch operators, for torch.compile.
 
 A graph with the operators is right for all lengths. Compiled code calls the functions of other files.
 """
@@ -11,12 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.ops import delta_rule, delta_solve, eager
+from sympow.ops import delta_solve, eager
+from sympow.ops.availability import without_autocast
 from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.eager_chunks import Options
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.rotary import blocked_sums
 from sympow.ops.runtime.operator import ALL_DEVICES, operator
+from sympow.ops.types import PowerState
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: PowerState | None, *,
+    p: int, scale: float, normalize: bool, eps: float, chunk_size: int | None, return_state: bool,
+) -> tuple[Tensor, PowerState | None]:  # fmt: skip
+    """Computes `eager.chunked` by one operator. A trace of the loop over chunks would be of one length only."""
+    s, z = (None, None) if state is None else (state.s, state.z)
+    with without_autocast(q):
+        numbers = (p, scale, normalize, eps, chunk_size or 0, return_state)
+        out, _, s, z = power_eager(q, k, v, log_g, s, z, *numbers)
+    return out, PowerState(s, z, p, k.shape[-1]) if return_state else None
 
 
 def _options(q, k, v, s, p, scale, normalize, eps, chunk_size, return_state) -> Options:
@@ -133,7 +146,7 @@ def delta_eager_backward(
     """Computes the gradients of q, k, v, beta, log_g and the incoming state, empty for inputs that the call has not."""
     options = DeltaOptions(p, chunk_size or None, return_state)
     end = last if return_state else None
-    grads = delta_rule.backward(delta_solve, q, k, beta, log_g, state, errors, u, end, dout, dlast, options)
+    grads = delta_solve.backward(delta_solve, q, k, beta, log_g, state, errors, u, end, dout, dlast, options)
     return _or_empty(grads, q)
 
 
@@ -175,15 +188,5 @@ def delta_eager(
     The last state is empty unless `return_state`. chunk_size 0: the implementation chooses.
     """
     options = DeltaOptions(p, chunk_size or None, return_state)
-    out, last, errors, u = delta_rule.forward(delta_solve, q, k, v, beta, log_g, state, options)
+    out, last, errors, u = delta_solve.forward(delta_solve, q, k, v, beta, log_g, state, options)
     return out.contiguous(), *_or_empty((last if return_state else None,), q), errors.contiguous(), u.contiguous()
-
-
-def _backward_of_sums(ctx, dsums):
-    return (running_sums(dsums.flip(-1)).flip(-1),)
-
-
-@operator(lambda x: x.new_empty(x.shape), lambda ctx, inputs, output: None, _backward_of_sums, devices=ALL_DEVICES)
-def running_sums(x: Tensor) -> Tensor:
-    """Computes x.cumsum(-1) as `blocked_sums` does."""
-    return blocked_sums(x).contiguous()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops import all_chunks, eager, reference
+from sympow.ops import all_chunks, eager, eager_operators, reference
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels, without_autocast
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
@@ -248,9 +248,10 @@ class Eager:
             return self._row(q, k, v, log_g, state, **options)
         return packed(self._row, q, k, v, log_g, state, borders(cu_seqlens, q.shape[1]), **options)
 
-    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
-        options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
-        return eager.chunked(q, k, v, log_g, state, **options)
+    def _row(self, q, k, v, log_g, state, *, context_group=None, **options):
+        if torch.compiler.is_dynamo_compiling() and context_group is None:
+            return eager_operators.chunked(q, k, v, log_g, state, **options)
+        return eager.chunked(q, k, v, log_g, state, context_group=context_group, **options)
 
     def step(self, q, k, v, log_g, state, *, inplace, **options):
         """Steps on either kind of state."""

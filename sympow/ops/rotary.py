@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from sympow.ops.availability import has_kernels
 from sympow.ops.first_order import first_order
 from sympow.ops.rope_scaling import check_scaling, scaled
+from sympow.ops.running_sums import blocked_sums
 from sympow.ops.types import Rotation
 
 RULES = ("standard", "conformal")
-SUM_BLOCK = 128
 
 
 def rotary_frequencies(
@@ -86,24 +86,6 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
     # Time is the last axis, because a GPU sums along another axis with only one thread for each row.
     positions = blocked_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
     return positions if start is None else positions + start[:, None]
-
-
-def blocked_sums(x: Tensor) -> Tensor:
-    """Returns x.cumsum(-1) by sums of at most SUM_BLOCK elements: within blocks, and over the last sums of the blocks.
-
-    For a plain cumsum a GPU would use one thread block for each row, and there are few rows. For torch.compile this is
-    an operator, since a trace would be of few lengths.
-    """
-    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        from sympow.ops.eager_operators import running_sums
-
-        return running_sums(x)
-    length = x.shape[-1]
-    if torch.compiler.is_exporting() or length <= SUM_BLOCK:
-        return x.cumsum(-1)
-    within = F.pad(x, (0, -length % SUM_BLOCK)).unflatten(-1, (-1, SUM_BLOCK)).cumsum(-1)
-    before = F.pad(blocked_sums(within[..., :-1, -1]), (1, 0))
-    return (within + before[..., None]).flatten(-2)[..., :length]
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:

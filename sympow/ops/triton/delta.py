@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.ops import delta_rule as rule
+from sympow.ops import delta_solve
 from sympow.ops.delta_types import DeltaGradients, DeltaOptions
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.runtime.launcher import launch as launch_kernel
@@ -667,7 +667,7 @@ def power_delta_backward(
         options = DeltaOptions(p, chunk or None, dlast is not None)
         end = last if dlast is not None else None
         dout = dout.to(q.dtype).contiguous()
-        found = rule.backward(_Backend, q, k, beta, log_g, state, errors, update, end, dout, dlast, options)
+        found = delta_solve.backward(_Backend, q, k, beta, log_g, state, errors, update, end, dout, dlast, options)
     dq, dk, dv, dbeta, dlog_g, ds = (beta.new_empty(0) if x is None else x.contiguous() for x in found)
     return dq, dk, dv, dbeta, dlog_g, ds
 
@@ -713,5 +713,5 @@ def power_delta(
     """
     with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
         options = DeltaOptions(p, chunk or None, final)
-        out, last, errors, update = rule.forward(_Backend, q, k, v, beta, log_g, state, options)
+        out, last, errors, update = delta_solve.forward(_Backend, q, k, v, beta, log_g, state, options)
     return out, beta.new_empty((0,) * 4) if last is None else last, errors, update

@@ -1,0 +1,37 @@
+"""Running sums along the last axis, in blocks: for a GPU, and as an operator for torch.compile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sympow.ops.runtime.operator import ALL_DEVICES, operator
+
+SUM_BLOCK = 128
+
+
+def blocked_sums(x: Tensor) -> Tensor:
+    """Returns x.cumsum(-1) by sums of at most SUM_BLOCK elements: within blocks, and over the last sums of the blocks.
+
+    For a plain cumsum a GPU would use one thread block for each row, and there are few rows. For torch.compile this is
+    an operator, since a trace would be of few lengths.
+    """
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        return running_sums(x)
+    length = x.shape[-1]
+    if torch.compiler.is_exporting() or length <= SUM_BLOCK:
+        return x.cumsum(-1)
+    within = F.pad(x, (0, -length % SUM_BLOCK)).unflatten(-1, (-1, SUM_BLOCK)).cumsum(-1)
+    before = F.pad(blocked_sums(within[..., :-1, -1]), (1, 0))
+    return (within + before[..., None]).flatten(-2)[..., :length]
+
+
+def _backward_of_sums(ctx, dsums):
+    return (running_sums(dsums.flip(-1)).flip(-1),)
+
+
+@operator(lambda x: x.new_empty(x.shape), lambda ctx, inputs, output: None, _backward_of_sums, devices=ALL_DEVICES)
+def running_sums(x: Tensor) -> Tensor:
+    """Computes x.cumsum(-1) as `blocked_sums` does."""
+    return blocked_sums(x).contiguous()
