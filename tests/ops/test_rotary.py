@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sympow.ops import rotary_frequencies, rotary_positions, rotate, rotate_heads
 from sympow.ops.feature_map import spow
-from sympow.ops.rotary import SUM_BLOCK
+from sympow.ops.running_sums import SUM_BLOCK
 
 F64 = torch.float64
 
