@@ -26,15 +26,10 @@ def read_documents(scale: Scale, corpus: Path) -> Documents:
 
 
 def read_data(data: DataConfig, rows: int | None = None) -> Documents:
-    """Reads a corpus into memory, because reading short rows from compressed chunks would be too slow.
-
-    Args:
-        data: where the corpus is.
-        rows: the number of training documents, evenly spaced; None: all.
-    """
+    """Reads a corpus into memory, with `rows` training documents, evenly spaced; short rows of compressed chunks would
+    be too slow to read."""
     splits = open_corpus(data)
-    train = splits.train if rows is None else _spaced(splits.train, rows)
-    return Documents(_in_memory(train), _in_memory(_spaced(splits.held_out, HELD_OUT)))
+    return Documents(_spaced(splits.train, rows or len(splits.train)), _spaced(splits.held_out, HELD_OUT))
 
 
 def name_of(corpus: Corpus) -> str:
@@ -68,14 +63,10 @@ class Reshaped:
         self._batches.check_state({name: value for name, value in state.items() if name != "cut"})
 
 
-def _spaced(corpus: Corpus, count: int) -> Subset:
-    """Returns `count` evenly spaced documents, or all where there are not so many."""
-    chosen = np.linspace(0, len(corpus) - 1, min(count, len(corpus))).astype(np.int64)
-    return Subset(corpus, chosen)
-
-
-def _in_memory(corpus: Corpus) -> TokenCorpus:
-    """Returns the same corpus, by its fingerprint too."""
+def _spaced(corpus: Corpus, count: int) -> TokenCorpus:
+    """Returns `count` evenly spaced documents, or all where there are not so many, by the same fingerprint."""
+    if count < len(corpus):
+        corpus = Subset(corpus, np.linspace(0, len(corpus) - 1, count).astype(np.int64))
     texts = [corpus[i] for i in range(len(corpus))]
     offsets = np.cumsum([0, *(len(text) for text in texts)], dtype=np.int64)
     return TokenCorpus(np.concatenate(texts), offsets, corpus.vocab_size, corpus.fingerprint)
