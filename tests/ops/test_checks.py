@@ -5,7 +5,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sympow.layers import MIXERS, make_mixer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
@@ -46,7 +45,7 @@ class NoFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
-        for x in tree_leaves(results):
+        for x in results if isinstance(results, tuple | list) else [results]:
             if isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.device.type not in ("cpu", "cuda"):
                 raise AssertionError(f"{function} makes float64 on {x.device}")
         return results
