@@ -221,8 +221,6 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"have {hybrid.text()} times the loss of gated softmax attention" in TEXT and hybrid.count == 3
     delta = evidence.losses("hybrid_delta_gate", 4096, MIDDLE)[0] / gate
     assert f"with the delta rule and Muon it is {delta:.2f} times after 100 million tokens (one run)" in TEXT
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"one of gated softmax attention have {hybrid.text()} times its loss at 4,096 tokens" in readme
     for at in (None, DOCUMENT):  # "has the lowest loss at every length"
         lowest = {each: min(evidence.losses(each, 4096, MIDDLE, at), default=9.0) for each in context_tables.FIVE}
         assert min(lowest, key=lowest.get) == "softmax_gate"
