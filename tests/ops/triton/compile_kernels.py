@@ -84,6 +84,18 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
     return recorded
 
 
+def launches_of_one_token(key_dim: int, p: int) -> list[tuple]:
+    """For Hopper, of a row of one token that returns its state, forward and backward. Its length is a constant."""
+    config.on_hopper = lambda device: True
+    plan.forget_plans()
+    with recording() as recorded:
+        q, k, v = (torch.empty(1, 1, 1, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": True}
+        out, _ = attention(q, k, v, torch.empty(1, 1, 1, requires_grad=True), None, chunk_size=512, **options)
+        out.backward(torch.empty_like(out))
+    return [launch for launch in recorded if launch[0].__name__ in ("output_pass", "query_pass", "key_pass")]
+
+
 def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the delta rule, forward and backward, gated, of rows of two chunks."""
     config.on_hopper = lambda device: hopper
@@ -228,6 +240,8 @@ def main() -> None:
             others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
         launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
+    for p, key_dim in ((2, 64), (3, 32)) if hopper else ():
+        launches += [(key_dim, *launch) for launch in launches_of_one_token(key_dim, p)]
     launches += [(0, *launch) for launch in block_launches()]
     if not hopper:
         launches = first_of_each(launches)

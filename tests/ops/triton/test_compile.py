@@ -7,8 +7,8 @@ import pytest
 config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
 compile_record = pytest.importorskip("tests.ops.triton.compile_record", reason="needs triton")
 # Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops, the
-# most of the state pass for few heads, which has at most 168 registers, with an incoming and a returned state.
-MOST_SPILLED = 144
+# most of the delta rule's `block_corrections` for K = 128.
+MOST_SPILLED = 192
 
 
 @pytest.mark.parametrize("target", ["cuda", "hip"])
