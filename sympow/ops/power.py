@@ -264,7 +264,9 @@ class Eager:
 class Exported(Eager):
     """Computes in operations of torch alone, for torch.export, where there is no loop over chunks."""
 
-    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, **options):
+    def _row(self, q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
+        if context_group is not None:
+            raise ValueError("torch.export has no form of a row that is split over ranks: export without context_group")
         inputs = (x if x is None else x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v, log_g))
         with without_autocast(q):
             out, new = all_chunks.attention(*inputs, state, chunk_size=chunk_size or EXPORTED_CHUNK, **options)
