@@ -239,10 +239,10 @@ def assert_within_budget(
     inputs: dict[str, Tensor | None],
     chunk_size: int | None = None,
     oracle: dict[str, Tensor] | None = None,
-    terms: dict[str, Tensor] | None = None,
+    reading: dict[str, Tensor] | None = None,
 ) -> None:
     """`chunk_size`: the peer is the chunked form, as the implementation was; else the quadratic one. `oracle`: results
-    in float64, those of the reference if None. `terms`: what results may round, in units of eps of float32, beside
+    in float64, those of the reference if None. `reading`: what results may round, in units of eps of float32, beside
     what the peer does."""
     dtype = inputs["q"].dtype
     high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
@@ -272,8 +272,8 @@ def assert_within_budget(
         assert got.shape == want.shape, name
         rounding = (torch.finfo(got.dtype).eps + (_LOG_DECAY + case.T**0.5) * EPS32) * norm
         eps = torch.finfo(dtype).eps
-        if terms is not None and name in terms:
-            rounding += EPS32 * terms[name].norm().item()
+        if reading is not None and name in reading:
+            rounding += EPS32 * reading[name].norm().item()
         rounding += (case.p / 2 if name in ("s", "z", "ds", "dz") else max(0, case.p - 2)) * eps * norm
         if name == "dlog_g":
             terms, errors = (
