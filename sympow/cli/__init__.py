@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     top = parser()
     options, more = top.parse_known_args(arguments)
     if more and ("rest" not in options or any(word.startswith("-") for word in more)):
-        top.error(f"unrecognized arguments: {' '.join(more)}")
+        options.refuse(f"unrecognized arguments: {' '.join(more)}")
     if more:
         getattr(options, options.rest).extend(more)
     if "check" in options:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,9 +104,12 @@ def run_export(options: argparse.Namespace) -> None:
     if options.out.lower().endswith(".gguf"):
         raise ValueError(f"{options.out}: programs that read GGUF files have no power attention, so none is written: "
                          "give a folder")  # fmt: skip
+    size = options.max_shard_size
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", size, re.IGNORECASE):
+        raise ValueError(f"--max-shard-size takes a number with KB, MB, GB or TB, such as 5GB; got {size!r}")
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
-    print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
+    print(to_transformers(options.run, options.out, max_shard_size=size))
 
 
 def convert_model(

@@ -91,7 +91,8 @@ def test_weights_trained_in_transformers_come_back(run, tmp_path):
 
 def test_command(run, tmp_path, capsys):
     assert main(["export", str(run), "--out", str(tmp_path / "hf"), "--max-shard-size", "5"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "hf").exists()
+    line = "sympow: error: --max-shard-size takes a number with KB, MB, GB or TB, such as 5GB; got '5'\n"
+    assert capsys.readouterr().err == line and not (tmp_path / "hf").exists()
     assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
     assert str(tmp_path / "hf") in capsys.readouterr().out
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "sympow"
@@ -139,6 +140,8 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must hold a model of type 'sympow'; got 'llama'"):
         from_transformers(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="must hold a model of type 'sympow'; got 'llama'"):
+        load_served(str(tmp_path), "cpu")
 
 
 @pytest.mark.parametrize(

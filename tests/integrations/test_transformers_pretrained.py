@@ -491,6 +491,10 @@ def test_missing_files_are_named(folder, tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match=message):
             load_pretrained(source)
+    with pytest.raises(
+        ValueError, match=r"config\.json is no model: expected a folder, a GGUF file \(\*\.gguf\), or an id"
+    ):
+        load_pretrained(folder / "config.json")
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="cannot be read") as error:
         load_pretrained(folder)

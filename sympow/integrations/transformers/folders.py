@@ -94,9 +94,7 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     for name in ("config.json", RUN_FILE):
         if not (source / name).is_file():
             raise FileNotFoundError(f"{source} is no folder of to_transformers: it has no {name}")
-    kind = json_object(source / "config.json").get("model_type")
-    if kind != SympowConfig.model_type:
-        raise ValueError(f"{source} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
+    _check_type(source)
     run = json_object(source / RUN_FILE)
     target = new_folder(out)
     model = load_exported(source)
@@ -117,11 +115,20 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
 def load_exported(folder: Path) -> LanguageModel:
     """Loads the native model of a folder that `to_transformers` made, in evaluation mode.
 
-    Raises the errors of `reading`, such as ValueError for a file of weights that is cut.
+    Raises ValueError for a model of another type, and the errors of `reading`, such as ValueError for a file of weights
+    that is cut.
     """
+    _check_type(folder)
     with reading(folder):
         model = SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     return native_view(model)
+
+
+def _check_type(folder: Path) -> None:
+    """Raises ValueError where the folder's config is of a model that is not of this package, such as a Llama."""
+    kind = json_object(folder / "config.json").get("model_type")
+    if kind != SympowConfig.model_type:
+        raise ValueError(f"{folder} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:

@@ -150,6 +150,10 @@ def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} is no model of transformers: it has no config.json")
         return {"pretrained_model_name_or_path": str(path)} | local
+    if path.is_file():
+        raise ValueError(
+            f"{path} is no model: expected a folder, a GGUF file (*.gguf), or an id on the Hugging Face Hub"
+        )
     if path.is_absolute() or len(path.parts) > 2 or str(source).startswith("."):
         raise FileNotFoundError(f"no model at {path}")
     return {"pretrained_model_name_or_path": str(source), "trust_remote_code": False}
