@@ -1,0 +1,28 @@
+"""The comparison of two versions: each is timed from its own folder, and a folder of something else is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.cases import Case
+
+
+def test_a_version_is_that_of_its_folder(tmp_path):
+    """A version whose op is broken cannot be timed; this one can."""
+    with compare.Version(compare.HERE, "cpu", 1) as own:
+        assert own.ask(Case(64), "forward") > 0
+    (tmp_path / "benchmarks").symlink_to(compare.HERE / "benchmarks")
+    ops = tmp_path / "sympow" / "ops"
+    ops.mkdir(parents=True)
+    for folder in (ops, ops.parent):
+        (folder / "__init__.py").write_text("raise ImportError('the other version')\n")
+    with compare.Version(tmp_path, "cpu", 1) as other, pytest.raises(RuntimeError, match="ended with 1"):
+        other.ask(Case(64), "forward")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare", "--base", str(tmp_path), "--csv", str(tmp_path / "rows.csv")])
+    with pytest.raises(SystemExit, match="2"):
+        compare.main()
+    assert f"expected the folder of a version of sympow; got {tmp_path}" in capsys.readouterr().err
