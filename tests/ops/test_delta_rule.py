@@ -166,3 +166,25 @@ def test_the_state_has_the_rows_of_the_public_basis():
     tokens = [inputs[name].detach() for name in ("q", "k", "v", "beta", "log_g")]
     state = power_delta_rule(*tokens, return_state=True).state
     assert state.shape == (1, 2, spow_dim(3, 2), 2) and state.device.type == DEVICE
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_gradients_without_the_norm(impl, p):
+    """The gradient along a key is lost in the norm's, so only these calls show that of a token's own score."""
+    dtype = torch.float64 if impl == "eager" else torch.float32
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+    gen = torch.Generator().manual_seed(p)
+    q, k, v = (torch.randn(1, 20, 2, 5, generator=gen, dtype=torch.float64) / 2 for _ in range(3))
+    beta, dout = torch.rand(1, 20, 2, generator=gen), torch.randn(1, 20, 2, 5, generator=gen, dtype=torch.float64)
+
+    def gradients(implementation, dtype):
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (q, k, v, beta)]
+        out = power_delta_rule(*leaves, p=p, qk_norm=False, impl=implementation).out
+        return torch.autograd.grad(out, leaves, dout.to(out))
+
+    for got, want in zip(gradients(impl, dtype), gradients("reference", torch.float64), strict=True):
+        torch.testing.assert_close(
+            got.double(), want, rtol=0, atol=1e4 * torch.finfo(dtype).eps * want.abs().max().item()
+        )
