@@ -70,7 +70,8 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def is_exporting() -> bool:
     """Returns whether torch.export traces; not so while torch.compile does.
 
-    `torch.compiler.is_exporting` reads the same flag, but in torch 2.11 it is true in every function that torch.compile traces.
+    `torch.compiler.is_exporting` reads the same flag, but in torch 2.11 it is true in all functions that torch.compile
+    traces.
     """
     return torch.compiler._is_exporting_flag
 

@@ -219,8 +219,8 @@ def feature_terms(case: Case, inputs: dict[str, Tensor | None]) -> Tensor:
 
 
 def terms_through_states(case: Case, high: dict[str, Tensor | None], oracle: dict[str, Tensor]) -> Tensor:
-    """What the gradients of keys that come through the returned states may round, in units of eps, [B, T, G] float64: the
-    sums over all features, as large as if the gradient of phi(k) were parallel to phi(k)."""
+    """What the gradients of keys that come through the returned states may round, in units of eps, [B, T, G] float64:
+    the sums over all features, as large as if the gradient of phi(k) were parallel to phi(k)."""
     weights = gradients_of(oracle, None)
     k, v = high["k"].detach(), high["v"].detach()
     ds, dz = (weights[name].to(k) for name in ("s", "z"))
