@@ -41,6 +41,7 @@ from sympow.ops.fused.short_convolution_kernels import (
     short_convolution_backward,
     short_convolution_step,
 )
+from sympow.ops.fused.unit_heads_kernels import unit_heads, unit_heads_backward
 from sympow.ops.triton import config, context_parallel, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
@@ -156,13 +157,14 @@ def rotation_launches(key_dim: int) -> list[tuple]:
 
 
 def block_launches() -> list[tuple]:
-    """Forward and backward of the short convolution, of the norm with the gate, of the GELU and of linear maps to a few
-    channels, a step of the convolution, and the losses of logits."""
+    """Forward and backward of the short convolution, of the norm with the gate, of the GELU, of linear maps to a few
+    channels and of queries and keys of norm 1, a step of the convolution, and the losses of logits."""
     with recording() as recorded:
         for dtype in (torch.bfloat16, torch.float32):
             y, weight = torch.empty(1, 2048, 12, 64, dtype=dtype), torch.empty(64)
             gated_norm(y, weight, y.flatten(2), 1e-6)
             gated_norm_backward(y.flatten(2), y, weight, y.flatten(2), 1e-6)
+            unit_heads_backward(y, y[:, :, :4], *unit_heads(y, y[:, :, :4], 1e-6), 1e-6)
             cross_entropy_of_rows(torch.empty(8, 50_304, dtype=dtype), torch.zeros(8, dtype=torch.int64), -100)
             x, weight, bias = torch.empty(1, 2048, 768, dtype=dtype), torch.empty(768, 4), torch.empty(768)
             short_convolution(x, weight, bias, None)
