@@ -73,6 +73,25 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
     )
 
 
+# Of the delta rule in bfloat16 on Hopper, by the wider of K and V: what groups of tokens read of others, and the
+# solution of a group, whose steps are channels of a value.
+HOPPER_DELTA = {
+    64: (Launch(128, 64, 8, 3), Launch(64, 32, 4, 1)),
+    128: (Launch(128, 64, 8, 2), Launch(64, 32, 4, 1)),
+}
+
+
+def delta(key_dim: int, columns: int, dtype: torch.dtype, device: torch.device, heads: int) -> tuple[Launch, Launch]:
+    """Returns the launches of both passes of the delta rule, for padded head dims and key/value heads of all rows."""
+    wide = max(key_dim, columns)
+    if dtype == torch.bfloat16 and on_hopper(device):
+        groups, solution = HOPPER_DELTA[64 if wide <= 64 else 128]
+        if 2 * heads < processors(device):  # smaller tiles for more programs
+            groups = replace(groups, block=64, warps=4)
+        return groups, solution
+    return Launch(64, 64, 4 if wide <= 64 else 8, 2), Launch(64, 32, 4, 1)
+
+
 # For p = 2 in bfloat16 on Hopper with K = V, by K. Where they fit, two programs of 4 warps run on an SM, so that one
 # computes while the other waits. Where every block of tokens would then read too much of a state again, one program of
 # 8 warps runs. With 4 gradient parts, a tile of the query and the key pass has K rows.
