@@ -38,7 +38,6 @@ from sympow.ops.types import PowerState
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
-_SPAN = 256  # tokens that one program solves; what earlier groups return for them is computed by many programs
 _ROWS = 64  # rows of a program that adds up the gradients of keys
 _VANISHED = tl.constexpr(150.0)  # -log2 of a decay that is 0 in float32
 
@@ -295,15 +294,11 @@ def groups_pass(
 
 @triton.jit
 def _block(
-    k, beta, source, read, target, high, low, corrections, errors, own, first, T, count, group, b, g, G, c,
+    k, beta, source, read, target, high, low, own, first, T, count, group, b, g, G, c,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Loads what the solution of a block reads, whose first token is token `own` of the group.
-
-    Returns keys, beta, what the block starts from, corrections, and errors. If LATER, the corrections are transposed.
-    Otherwise the errors are not known, and None.
-    """
+    """Returns keys, beta and what the solution starts from of the block whose first token is `own` of the group."""
     t = tl.arange(0, BLOCK)
     n = group + own
     valid = n + t < count
@@ -316,14 +311,7 @@ def _block(
         acc = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER)
     else:
         acc = tl.load(target + ((b * G + g) * SPAN + own) * COLUMNS + (t[:, None] * COLUMNS + c))
-    corrections += ((b * tl.cdiv(T, BLOCK) + (first + n) // BLOCK) * G + g) * (BLOCK * BLOCK)
-    r = tl.load(corrections + (t[:, None] * BLOCK + t[None, :]), mask=valid[:, None], other=0.0)
-    if LATER:
-        place = errors + row * V + (t[:, None] * (G * V) + c)
-        error = tl.load(place, mask=valid[:, None] & (c < V), other=0.0).to(tl.float32)
-        return x, scale, acc, tl.trans(r), error
-    else:
-        return x, scale, acc, r, None
+    return x, scale, acc
 
 
 @triton.jit
@@ -335,9 +323,9 @@ def solve_pass(
     """Computes errors and update = beta errors, [B, T, G, V], for the group of SPAN tokens that begins at `group`.
 
     If LATER, it computes the gradients of the values, in place of update, and the part of each program in dbeta,
-    [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from what
-    `_source` returns; otherwise from target, see `groups_pass`. If they are not None, `recent` [B, count, G, V] gets a
-    copy of update, and faded what `groups_pass` reads of it. Grid: rows, G, parts of WIDTH channels.
+    [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
+    what `_source` returns; otherwise from target, see `groups_pass`. If they are not None, `recent` [B, count, G, V]
+    gets a copy of update, and faded what `groups_pass` reads of it. Grid: rows, G, parts of WIDTH channels.
 
     Blocks of the group are solved one after another, the last one first if LATER.
     """
@@ -357,19 +345,26 @@ def solve_pass(
     updates = ()
     lefts = ()  # the token of each solved block that is next to the blocks that are not solved
     following = _block(
-        k, beta, source, read, target, high, low, corrections, errors, SPAN - BLOCK if LATER else 0, first, T, count,
-        group, b, g, G, c, K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
+        k, beta, source, read, target, high, low, SPAN - BLOCK if LATER else 0, first, T, count, group, b, g, G, c,
+        K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
     )  # fmt: skip
     for m in tl.static_range(BLOCKS):
-        x, scale, acc, r, error = following
+        x, scale, acc = following
         if m + 1 < BLOCKS:  # starts now, because loads take about as long as the solution of a block
             following = _block(
-                k, beta, source, read, target, high, low, corrections, errors,
-                SPAN - (m + 2) * BLOCK if LATER else (m + 1) * BLOCK, first, T, count, group, b, g, G, c, K, V,
-                COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
+                k, beta, source, read, target, high, low, SPAN - (m + 2) * BLOCK if LATER else (m + 1) * BLOCK, first,
+                T, count, group, b, g, G, c, K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
             )  # fmt: skip
         n = group + (SPAN - (m + 1) * BLOCK if LATER else m * BLOCK)
         valid = n + t < count
+        row = (b * T + first + n) * G + g
+        mask = valid[:, None] & (c < V)
+        place = t[:, None] * (G * V) + c
+        at = ((b * tl.cdiv(T, BLOCK) + (first + n) // BLOCK) * G + g) * (BLOCK * BLOCK)
+        r = tl.load(corrections + at + (t[:, None] * BLOCK + t[None, :]), mask=valid[:, None], other=0.0)
+        if LATER:
+            r = tl.trans(r)
+            error = tl.load(errors + row * V + place, mask=mask, other=0.0)
         if GATED:
             # Everything decays from j to i in three parts, as in `groups_pass`, here from block to block.
             front = tl.minimum(n, count - 1)
@@ -409,12 +404,9 @@ def solve_pass(
                     kept *= to_back[:, None]
                     lefts = lefts + (back,)
             updates = updates + (kept.to(update.dtype.element_ty),)
-        row = (b * T + first + n) * G + g
-        mask = valid[:, None] & (c < V)
-        place = t[:, None] * (G * V) + c
         if LATER:
             part = tl.cast(tl.program_id(2), tl.int64) * tl.num_programs(0) * T * G
-            tl.store(dbeta + part + row + t * G, tl.sum(acc * error, 1), mask=valid)
+            tl.store(dbeta + part + row + t * G, tl.sum(acc * error.to(tl.float32), 1), mask=valid)
         else:
             tl.store(errors + row * V + place, acc.to(errors.dtype.element_ty), mask=mask)
         tl.store(update + row * V + place, u.to(update.dtype.element_ty), mask=mask)
@@ -557,10 +549,13 @@ class _Chunks:
         self.group_launch, self.solve_launch = config.delta(
             self.key_dim, self.columns, self.dtype, k.device, self.batch * self.groups
         )
+        # Two programs of 8 warps then fit on an SM.
+        self.limit = {"maxnreg": 128} if self.group_launch.warps == 8 and self.key_dim <= 64 else {}
         self.parts = config.ceil_div(self.columns, self.solve_launch.step)
         # What one group starts from, and what groups read of others.
-        self.target = self._new(_SPAN, dtype=torch.float32)
-        self.faded = self._new(config.ceil_div(min(self.size, self.time), _SPAN) * _SPAN)
+        span = self.solve_launch.block
+        self.target = self._new(span, dtype=torch.float32)
+        self.faded = self._new(config.ceil_div(min(self.size, self.time), span) * span)
         self.keys: tuple[slice, Tensor] | None = None
         blocks = config.ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
@@ -593,22 +588,22 @@ class _Chunks:
         count = span.stop - span.start
         read = None if rows is None else self._read(span, rows)
         recent = torch.empty(self.batch, count, *source.shape[2:], device=source.device, dtype=self.dtype)
-        groups = range(0, count, _SPAN)
+        size, one = self.group_launch, self.solve_launch
+        width = min(one.step, self.columns)
+        groups = range(0, count, one.block)
         numbers = {"first": span.start, "T": self.time, "count": count, "G": self.groups}
-        constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p, "SPAN": _SPAN}
+        constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p, "SPAN": one.block}
         constants |= {"GATED": self.sums is not None, "LATER": later, "PRECISION": self._precision}
         own = {"k": self.k, "source": source, "read": read, "sums": self.sums, "target": self.target}
         own["faded"] = self.faded if len(groups) > 1 else None
         more_own = {"beta": self.beta, "corrections": self.corrections, "recent": recent if more else None}
-        size, one = self.group_launch, self.solve_launch
-        width = min(one.step, self.columns)
-        rows_of_program = {"ROWS": size.block, "STEP": size.step} | size.options
+        rows_of_program = {"ROWS": size.block, "STEP": size.step} | size.options | self.limit
         grid = (self.batch, self.groups)
         for group in reversed(groups) if later else groups:
             alone = group == groups[-1 if later else 0]
             own_numbers = {"group": group} | numbers | constants
             if not alone:
-                launch_kernel(groups_pass, (_SPAN // size.block, *grid), own_numbers | rows_of_program, **own)
+                launch_kernel(groups_pass, (one.block // size.block, *grid), own_numbers | rows_of_program, **own)
             arguments = own_numbers | {"BLOCK": BLOCK, "WIDTH": width, "ALONE": alone} | one.options
             launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own, **({"dbeta": None} | tensors))
         return recent if more else None
