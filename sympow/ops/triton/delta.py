@@ -1,9 +1,9 @@
 """The delta rule by Triton kernels: prediction errors and their gradients, see `sympow.ops.delta_solve`.
 
-Within a chunk, blocks of tokens are solved one after another by one program a head. What the tokens of a block take
-from one another is computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij,
-(I + D o A)^-1 is D o (I + A)^-1. Between chunks the state is read and written by the kernels of power attention. So are
-output and gradients.
+Within a chunk, groups of blocks of tokens are solved one after another, the blocks of a group by the same program. What
+the tokens of a block take from one another is computed before, for all blocks at once and without gates: with (D o A)_ij
+= d_i / d_j A_ij, (I + D o A)^-1 is D o (I + A)^-1. What a group takes from others is computed by many programs. Between
+chunks the state is read and written by the kernels of power attention. So are output and gradients.
 
 Log decays are sums of two float32 numbers, `high` and `low`, relative to the start of a chunk. The difference of two of
 them keeps its digits behind a gate that has decayed everything.
@@ -38,6 +38,7 @@ from sympow.ops.types import PowerState
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
+_CORRECTIONS = {"num_warps": 1}  # options of the launch of `block_corrections`
 _ROWS = 64  # rows of a program that adds up the gradients of keys
 _VANISHED = tl.constexpr(150.0)  # -log2 of a decay that is 0 in float32
 
@@ -204,21 +205,21 @@ def _near_end(j, count, SPAN: tl.constexpr, LATER: tl.constexpr):
 
 @triton.jit
 def groups_pass(
-    k, source, read, sums, faded, target, first, T, count, group, G,
+    k, source, read, sums, faded, target, T, count, group, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes target, float32 [B, G, SPAN, COLUMNS], for the group of SPAN tokens that begins at token `group`.
 
     That is what `_source` returns, less what the updates of earlier groups return; if LATER, less what the gradients of
-    the values of later groups say of the updates. The chunk has `count` tokens and begins at `first`. faded [B, G,
-    groups SPAN, COLUMNS] has these updates, decayed to the end of their own group, or these gradients, decayed to the
-    start of it. Grid: tiles of ROWS tokens of the group, rows, G.
+    the values of later groups say of the updates. Tensors of all tokens begin with the chunk, which has `count` tokens.
+    faded [B, G, groups SPAN, COLUMNS] has these updates, decayed to the end of their own group, or these gradients,
+    decayed to the start of it. Grid: tiles of ROWS tokens of the group, rows, G.
     """
     b = tl.cast(tl.program_id(1), tl.int64)
     g = tl.cast(tl.program_id(2), tl.int64)
     batch = tl.cast(tl.num_programs(1), tl.int64)
-    start = b * T + first
+    start = b * T
     t = tl.arange(0, ROWS)
     s = tl.arange(0, STEP)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
@@ -294,7 +295,7 @@ def groups_pass(
 
 @triton.jit
 def _block(
-    k, beta, source, read, target, high, low, own, first, T, count, group, b, g, G, c,
+    k, beta, source, read, target, high, low, own, T, count, group, b, g, G, c,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
@@ -302,7 +303,7 @@ def _block(
     t = tl.arange(0, BLOCK)
     n = group + own
     valid = n + t < count
-    row = (b * T + first + n) * G + g
+    row = (b * T + n) * G + g
     keys = k + row * K + (t[:, None] * (G * K) + tl.arange(0, K)[None, :])
     x = tl.load(keys, mask=valid[:, None], other=0.0)
     scale = tl.load(beta + row + t * G, mask=valid, other=0.0)
@@ -316,7 +317,7 @@ def _block(
 
 @triton.jit
 def solve_pass(
-    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, first, T, count, group, G,
+    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, group, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     WIDTH: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +326,8 @@ def solve_pass(
     If LATER, it computes the gradients of the values, in place of update, and the part of each program in dbeta,
     [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
     what `_source` returns; otherwise from target, see `groups_pass`. If they are not None, `recent` [B, count, G, V]
-    gets a copy of update, and faded what `groups_pass` reads of it. Grid: rows, G, parts of WIDTH channels.
+    gets a copy of update, and faded what `groups_pass` reads of it. Tensors begin with the chunk, as in that pass.
+    Grid: rows, G, parts of WIDTH channels.
 
     Blocks of the group are solved one after another, the last one first if LATER.
     """
@@ -335,7 +337,7 @@ def solve_pass(
     low = sums
     if GATED:
         batch = tl.cast(tl.num_programs(0), tl.int64)
-        high += g * batch * T + b * T + first
+        high += g * batch * T + b * T
         low = high + G * batch * T
     t = tl.arange(0, BLOCK)
     c = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -345,22 +347,22 @@ def solve_pass(
     updates = ()
     lefts = ()  # the token of each solved block that is next to the blocks that are not solved
     following = _block(
-        k, beta, source, read, target, high, low, SPAN - BLOCK if LATER else 0, first, T, count, group, b, g, G, c,
+        k, beta, source, read, target, high, low, SPAN - BLOCK if LATER else 0, T, count, group, b, g, G, c,
         K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
     )  # fmt: skip
     for m in tl.static_range(BLOCKS):
         x, scale, acc = following
         if m + 1 < BLOCKS:  # starts now, because loads take about as long as the solution of a block
             following = _block(
-                k, beta, source, read, target, high, low, SPAN - (m + 2) * BLOCK if LATER else (m + 1) * BLOCK, first,
-                T, count, group, b, g, G, c, K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
+                k, beta, source, read, target, high, low, SPAN - (m + 2) * BLOCK if LATER else (m + 1) * BLOCK, T,
+                count, group, b, g, G, c, K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
             )  # fmt: skip
         n = group + (SPAN - (m + 1) * BLOCK if LATER else m * BLOCK)
         valid = n + t < count
-        row = (b * T + first + n) * G + g
+        row = (b * T + n) * G + g
         mask = valid[:, None] & (c < V)
         place = t[:, None] * (G * V) + c
-        at = ((b * tl.cdiv(T, BLOCK) + (first + n) // BLOCK) * G + g) * (BLOCK * BLOCK)
+        at = ((b * tl.cdiv(T, BLOCK) + n // BLOCK) * G + g) * (BLOCK * BLOCK)
         r = tl.load(corrections + at + (t[:, None] * BLOCK + t[None, :]), mask=valid[:, None], other=0.0)
         if LATER:
             r = tl.trans(r)
@@ -394,16 +396,16 @@ def solve_pass(
         acc -= tl.dot(r, acc * scale[:, None], input_precision="ieee" if PRECISION == "ieee" else "tf32")
         u = acc * scale[:, None]
         if m + 1 < BLOCKS:
-            keys = keys + (x,)
+            keys += (x,)
             kept = u
             if GATED:
                 if LATER:
                     kept *= to_front[:, None]
-                    lefts = lefts + (front,)
+                    lefts += (front,)
                 else:
                     kept *= to_back[:, None]
-                    lefts = lefts + (back,)
-            updates = updates + (kept.to(update.dtype.element_ty),)
+                    lefts += (back,)
+            updates += (kept.to(update.dtype.element_ty),)
         if LATER:
             part = tl.cast(tl.program_id(2), tl.int64) * tl.num_programs(0) * T * G
             tl.store(dbeta + part + row + t * G, tl.sum(acc * error.to(tl.float32), 1), mask=valid)
@@ -549,18 +551,19 @@ class _Chunks:
         self.group_launch, self.solve_launch = config.delta(
             self.key_dim, self.columns, self.dtype, k.device, self.batch * self.groups
         )
-        # Two programs of 8 warps then fit on an SM.
-        self.limit = {"maxnreg": 128} if self.group_launch.warps == 8 and self.key_dim <= 64 else {}
+        # Two programs then fit on an SM.
+        self.limit = {"maxnreg": 128} if self.group_launch is config.HOPPER_DELTA[64][0] else {}
         self.parts = config.ceil_div(self.columns, self.solve_launch.step)
         # What one group starts from, and what groups read of others.
         span = self.solve_launch.block
         self.target = self._new(span, dtype=torch.float32)
         self.faded = self._new(config.ceil_div(min(self.size, self.time), span) * span)
         self.keys: tuple[slice, Tensor] | None = None
+        self.made: dict[Any, Tensor] = {}
         blocks = config.ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
         self.corrections = torch.empty(shape, device=k.device, dtype=torch.float32)
-        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 1}
+        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision} | _CORRECTIONS
         # Three products of tf32 have nearly all digits of float32, and take less time than its own on Hopper.
         exact = "tf32x3" if self._precision == "tf32" and config.on_hopper(k.device) else "ieee"
         grid = (self.batch * blocks, self.groups)
@@ -591,12 +594,20 @@ class _Chunks:
         size, one = self.group_launch, self.solve_launch
         width = min(one.step, self.columns)
         groups = range(0, count, one.block)
-        numbers = {"first": span.start, "T": self.time, "count": count, "G": self.groups}
-        constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p, "SPAN": one.block}
-        constants |= {"GATED": self.sums is not None, "LATER": later, "PRECISION": self._precision}
-        own = {"k": self.k, "source": source, "read": read, "sums": self.sums, "target": self.target}
+        numbers = {"T": self.time, "count": count, "G": self.groups}
+        constants: dict[str, Any] = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p}
+        constants |= {"SPAN": one.block, "GATED": self.sums is not None, "LATER": later, "PRECISION": self._precision}
+        # What begins at the chunk is a view, because every number of an argument makes a launcher of its own.
+        first = span.start
+        sums = None if self.sums is None else self.sums[:, :, first:]
+        own = {"k": self.k[:, first:], "source": source[:, first:], "read": read, "sums": sums, "target": self.target}
         own["faded"] = self.faded if len(groups) > 1 else None
-        more_own = {"beta": self.beta, "corrections": self.corrections, "recent": recent if more else None}
+        more_own: dict[str, Tensor | None] = {
+            "beta": self.beta[:, first:],
+            "corrections": self.corrections[first // BLOCK :],
+        }
+        more_own |= {"recent": recent if more else None, "dbeta": None}
+        more_own |= {name: x[..., first:, :] if name == "dbeta" else x[:, first:] for name, x in tensors.items()}
         rows_of_program = {"ROWS": size.block, "STEP": size.step} | size.options | self.limit
         grid = (self.batch, self.groups)
         for group in reversed(groups) if later else groups:
@@ -605,7 +616,7 @@ class _Chunks:
             if not alone:
                 launch_kernel(groups_pass, (one.block // size.block, *grid), own_numbers | rows_of_program, **own)
             arguments = own_numbers | {"BLOCK": BLOCK, "WIDTH": width, "ALONE": alone} | one.options
-            launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own, **({"dbeta": None} | tensors))
+            launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own)
         return recent if more else None
 
     def advanced(self, rows: Tensor | None, span: slice, recent: Tensor, later: bool) -> Tensor:
@@ -618,7 +629,9 @@ class _Chunks:
         gate = None if self.log_g is None else self.log_g[:, span]
         call = Call(keys, keys, recent, gate, None, self.p, 1.0, keys.shape[1], self._tf32)
         ends = launch.new_ends(call, False)
-        gradient = (recent, *self._factors(call.plan.layout.tokens)) if later else None
+        shape = (self.groups, call.plan.layout.tokens)
+        # Without a normalizer, the factors of outputs are 1, and its own gradients are 0.
+        gradient = (recent, self._filled(1, *shape), self._filled(0, *shape)) if later else None
         launch.states(call, rows, None if rows is None else self._no_z(call), ends, False, gradient)
         return ends[0]
 
@@ -628,10 +641,8 @@ class _Chunks:
         batch, time, heads, _ = keys.shape
         # The pass adds the outputs of values within the chunk, which are zeros here. As if a gate left no earlier
         # tiles of keys, it reads only those of a query's own tile.
-        tile = REACH_TILE.value
-        begins = torch.arange(0, time, tile, device=keys.device, dtype=torch.int32).repeat(heads * batch)
-        values = torch.zeros(self.value_dim, device=keys.device, dtype=self.dtype).expand(batch, time, heads, -1)
-        gate = Gate(rows.new_empty(0), begins, None)
+        values = self._filled(0, self.value_dim, dtype=self.dtype).expand(batch, time, heads, -1)
+        gate = Gate(rows.new_empty(0), self._tiles(time), None)
         call = Call(keys, keys, values, None, None, self.p, 1.0, time, self._tf32, gate=gate)
         out, _ = launch.output(call, rows.to(self.dtype), None, True, False, 1.0, True)
         return out
@@ -653,12 +664,21 @@ class _Chunks:
 
     def _no_z(self, call: Call) -> Tensor | None:
         shape = call.plan.end_shapes(False)[1]
-        return torch.zeros(shape, device=self.k.device, dtype=torch.float32) if shape[0] else None
+        return self._filled(0, *shape) if shape[0] else None
 
-    def _factors(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Returns factors and `delta` of the reverse state pass for outputs without a normalizer, [G, B C]."""
-        shape = (self.groups, tokens)
-        return torch.ones(shape, device=self.k.device), torch.zeros(shape, device=self.k.device)
+    def _filled(self, number: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns a tensor of one number, which is made once."""
+        key = (number, shape, dtype)
+        if key not in self.made:
+            self.made[key] = torch.full(shape, float(number), device=self.k.device, dtype=dtype)
+        return self.made[key]
+
+    def _tiles(self, time: int) -> Tensor:
+        """Returns for each tile of a chunk its first token, see `gate.gate_sums`. They are made once."""
+        if time not in self.made:
+            first = torch.arange(0, time, REACH_TILE.value, device=self.k.device, dtype=torch.int32)
+            self.made[time] = first.repeat(self.groups * self.batch)
+        return self.made[time]
 
     def _new(self, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
         shape = (self.batch, self.groups, tokens, self.columns)
