@@ -66,7 +66,7 @@ def _unit_gradient(dout, unit, norms, dx, eps, tile, rows, K: tl.constexpr, WIDT
     row, _, place, mask = _place(tile, rows, 1, K, K, WIDTH, TILE)
     y = tl.load(unit + place, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
-    norm = tl.load(norms + row, mask=row < rows, other=1.0)
+    norm = tl.load(norms + row, mask=row < rows, other=0.0)
     divided = norm >= eps  # by the norm, and not by eps
     square = tl.where(divided, tl.sum(y * y, 1), 1.0)  # of a rounded result, not quite 1
     along = tl.where(divided, tl.sum(y * grad, 1) / square, 0.0)

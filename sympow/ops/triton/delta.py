@@ -1,9 +1,9 @@
 """The delta rule by Triton kernels: prediction errors and their gradients, see `sympow.ops.delta_solve`.
 
 Within a chunk, groups of blocks of tokens are solved one after another, the blocks of a group by the same program. What
-the tokens of a block take from one another is computed before, for all blocks at once and without gates: with (D o A)_ij
-= d_i / d_j A_ij, (I + D o A)^-1 is D o (I + A)^-1. What a group takes from others is computed by many programs. Between
-chunks the state is read and written by the kernels of power attention. So are output and gradients.
+the tokens of a block take from one another is computed before, for all blocks at once and without gates: with
+(D o A)_ij = d_i / d_j A_ij, (I + D o A)^-1 is D o (I + A)^-1. What a group takes from others is computed by many
+programs. Between chunks the state is read and written by the kernels of power attention. So are output and gradients.
 
 Log decays are sums of two float32 numbers, `high` and `low`, relative to the start of a chunk. The difference of two of
 them keeps its digits behind a gate that has decayed everything.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,7 +31,7 @@ from sympow.ops.triton.gate import REACH_TILE, gate_sums
 from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
 from sympow.ops.triton.operators import Options as PowerOptions
 from sympow.ops.triton.operators import backward as power_backward
-from sympow.ops.triton.plan import SUM_BLOCK, Call, Gate
+from sympow.ops.triton.plan import SUM_BLOCK, Call, Gate, Shapes
 from sympow.ops.triton.primitives import power as power_of
 from sympow.ops.types import PowerState
 
@@ -453,18 +453,36 @@ def key_gradient_pass(
 # ------------------------------------------------------------------------------------------------- backend
 
 
+class _States(NamedTuple):
+    """Holds the states between chunks, in the rows of the kernels."""
+
+    before: Tensor  # those before each chunk, [B chunks, G, rows, V]
+    size: int  # tokens of a chunk
+    init: bool  # whether the first chunk has a state
+    last: Tensor | None  # behind the last chunk, float32 [B, G, rows, V]; None unless it is returned
+
+
 def solve(
     k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> tuple[Tensor, Tensor]:
-    """Returns the errors e and the updates u, [B, T, G, V] in the dtype of v; see `delta_solve.solve`."""
+) -> tuple[Tensor, Tensor, _States | None]:
+    """Returns the errors e and the updates u, [B, T, G, V] in the dtype of v, and the states between chunks.
+
+    See `delta_solve.solve`. A row of one chunk has no states.
+    """
     chunks = _Chunks(k, v, beta, log_g, options)
     errors, update = torch.empty_like(v), torch.empty_like(v)
     rows = None if state is None else chunks.from_public(state)
+    several = len(chunks.spans) > 1
+    if several:
+        chunks.keep_states()
     for span in chunks.spans:
-        recent = chunks.solve(span, rows, span != chunks.spans[-1], False, source=v, errors=errors, update=update)
+        more = span != chunks.spans[-1] or (several and options.return_state)
+        recent = chunks.solve(span, rows, more, False, source=v, errors=errors, update=update)
         if recent is not None:
             rows = chunks.advanced(rows, span, recent, False)
-    return errors, update
+    if chunks.states is None:
+        return errors, update, None
+    return errors, update, _States(chunks.states.flatten(0, 1), chunks.size, state is not None, rows)
 
 
 def solve_gradient(
@@ -483,9 +501,15 @@ def solve_gradient(
 
 
 def attend(
-    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, states: _States | None,
+    options: DeltaOptions,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes power attention without a normalizer; see `delta_solve.attend`."""
+    if states is not None:
+        call = Call(q, k, u, log_g, None, options.p, 1.0, states.size, _tf32(u.dtype))
+        out, _ = launch.output(call, states.before, None, states.init, False, 1.0, False)
+        last = states.last if options.return_state else None
+        return out, None if last is None else call.plan.rows.to_public(last)
     before = None if state is None else PowerState(state, state.new_zeros(state.shape[:3]), options.p, k.shape[3])
     out, after = power.attention(
         q, k, u, log_g, before, p=options.p, scale=1.0, normalize=False, eps=1.0, chunk_size=options.chunk_size,
@@ -545,6 +569,8 @@ class _Chunks:
         if size is None:
             size = self.time if self.time <= _ALONE or not power.has_states(self.p, k.shape[3]) else _CHUNK
         self.size = config.ceil_div(size, BLOCK) * BLOCK
+        if self.size < self.time:  # the output reads the states of these chunks
+            self.size = Shapes(k, k, v, None, self.p, self.size, False).chunk
         self.spans = [slice(i, min(i + self.size, self.time)) for i in range(0, self.time, self.size)]
         self.columns = max(16, config.next_power_of_2(self.value_dim))
         self.log_g, self.sums = log_g, None if log_g is None else self._sums(log_g)
@@ -560,6 +586,7 @@ class _Chunks:
         self.faded = self._new(config.ceil_div(min(self.size, self.time), span) * span)
         self.keys: tuple[slice, Tensor] | None = None
         self.made: dict[Any, Tensor] = {}
+        self.states: Tensor | None = None
         blocks = config.ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
         self.corrections = torch.empty(shape, device=k.device, dtype=torch.float32)
@@ -619,6 +646,11 @@ class _Chunks:
             launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own)
         return recent if more else None
 
+    def keep_states(self) -> None:
+        """Makes room for the states before each chunk, [B, chunks, G, rows, V], which `solve` then keeps."""
+        shape = (self.batch, len(self.spans), self.groups, self._some_call().plan.row_count, self.value_dim)
+        self.states = torch.empty(shape, device=self.k.device, dtype=self.dtype)
+
     def advanced(self, rows: Tensor | None, span: slice, recent: Tensor, later: bool) -> Tensor:
         """Returns the state behind the chunk at `span`, given that before it and the updates of the chunk.
 
@@ -644,14 +676,16 @@ class _Chunks:
         values = self._filled(0, self.value_dim, dtype=self.dtype).expand(batch, time, heads, -1)
         gate = Gate(rows.new_empty(0), self._tiles(time), None)
         call = Call(keys, keys, values, None, None, self.p, 1.0, time, self._tf32, gate=gate)
-        out, _ = launch.output(call, rows.to(self.dtype), None, True, False, 1.0, True)
+        if self.states is None:
+            before = rows.to(self.dtype)
+        else:
+            before = self.states[:, span.start // self.size].copy_(rows).contiguous()
+        out, _ = launch.output(call, before, None, True, False, 1.0, True)
         return out
 
     def from_public(self, state: Tensor) -> Tensor:
         """Returns a public state in the rows of the kernels, float32 [B, G, rows, V]."""
-        some = self.given[:, :1]
-        call = self._call(some, some.new_zeros(*some.shape[:3], self.value_dim, dtype=self.dtype))
-        return from_public(call.plan.rows, state, None)[0].float()
+        return from_public(self._some_call().plan.rows, state, None)[0].float()
 
     def _keys(self, span: slice) -> Tensor:
         """Returns the keys of the chunk at `span`, [B, C, G, K]. They are copied once."""
@@ -659,8 +693,11 @@ class _Chunks:
             self.keys = span, self.given[:, span].contiguous()
         return self.keys[1]
 
-    def _call(self, x: Tensor, y: Tensor) -> Call:
-        return Call(x, x, y, None, None, self.p, 1.0, x.shape[1], self._tf32)
+    def _some_call(self) -> Call:
+        """Returns a call of one token, whose plan has the rows of all chunks."""
+        x = self.given[:, :1]
+        y = self._filled(0, *x.shape[:3], self.value_dim, dtype=self.dtype)
+        return Call(x, x, y, None, None, self.p, 1.0, 1, self._tf32)
 
     def _no_z(self, call: Call) -> Tensor | None:
         shape = call.plan.end_shapes(False)[1]
