@@ -115,6 +115,7 @@ def kernels() -> dict:
     from sympow.ops.fused.gated_norm_kernels import gated_norm
     from sympow.ops.fused.gelu_linear_kernels import gelu_linear
     from sympow.ops.fused.short_convolution_kernels import short_convolution
+    from sympow.ops.fused.unit_heads_kernels import unit_heads
 
     frequencies = rotary_frequencies(K, device=DEVICE)
 
@@ -130,10 +131,13 @@ def kernels() -> dict:
         ),
         "narrow_linear": (narrow, [(T, 8), (3, 8)]),
         "rotate_heads": (rotated, [(B, T, 2 * H * K + H * V), (B, T), (K,), (K,)]),
+        "unit_heads": (lambda q, k: torch.cat(unit_heads(q, k, 1e-6)[:2]), [(B, T, H, K), (B, T, H, K)]),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gated_norm", "gelu_linear", "short_convolution", "narrow_linear", "rotate_heads"])
+@pytest.mark.parametrize(
+    "name", ["gated_norm", "gelu_linear", "short_convolution", "narrow_linear", "rotate_heads", "unit_heads"]
+)
 def test_kernels(name):
     function, shapes = kernels()[name]
     tensors = [drawn(*shape, seed=n, dtype=torch.float32) for n, shape in enumerate(shapes)]
