@@ -53,9 +53,10 @@ COLUMNS = ("variant", "optimizer", "muon_rate", "learning_rate", "context", "tok
 BEST = 8e-3  # the best rate under Muon, by the grid "rates": that of all variants so far
 SEEDS = (0, 1, 2)
 MAIN = ("softmax_gate", "power", "power_delta")
+LONG_MEMORY = "power_delta+gate_bias=[4,12]"  # half-lives of 38 tokens to 100,000, where the layer has 2 to 2,000
 # What the layer of the delta rule is compared with: hybrids, windows in turns with it, and its options one by one.
 SEARCH = (
-    "window_delta", "window_delta+window=512", "hybrid_delta_gate", "hybrid_window_delta", "window",
+    "window_delta", "window_delta+window=512", "hybrid_delta_gate", "hybrid_window_delta", "window", LONG_MEMORY,
     "power_delta+gate=false", "power_delta+rotation=none", "window_delta+window=64", "hybrid_window_gate",
     "hybrid_delta_gate+softmax.rotation=fixed", "hybrid_power_gate", "window+window=512", "hybrid_window",
     "power_delta+p=1", "power_delta+beta_max=1.9", "power_delta+rotary_fraction=1", "power_delta+beta=1",
@@ -101,6 +102,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     ),
     "middle_rates": runs(MAIN, (4096,), MIDDLE, seeds=(0,), rates=(4e-3, 8e-3)),
     "middle": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), MIDDLE),
+    "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),
     "long": runs(("power_delta", "softmax_gate", "power"), (4096,), LONG),

@@ -42,6 +42,7 @@ MIXERS = {
     "softmax": MixerConfig("softmax"),
     "softmax-block": MixerConfig("softmax", BLOCK),
     "power": MixerConfig("power"),
+    "power-delta": MixerConfig("power_delta"),
     "power-fixed": MixerConfig("power", {"rotation": "fixed"}),
     "power-plain": MixerConfig("power", {"short_convolution": 0, "head_norm": False, "output_gate": False}),
     # [CST], appendix A.5: what a gate and a learned rotation cost.
