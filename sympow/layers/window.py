@@ -18,6 +18,7 @@ from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
 from sympow.ops.availability import concatenated, is_exporting
+from sympow.ops.runtime.operator import ALL_DEVICES, operator
 
 # Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024
@@ -134,6 +135,13 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         return attend(q, k, v, mask=_band(q.shape[2], k.shape[2], window, q))
     if k.shape[2] <= window:
         return attend_to_past(q, k, v)
+    if torch.compiler.is_dynamo_compiling():  # a trace of the loop over blocks would be of one length only
+        return window_attention(q, k, v, window)
+    return _in_blocks(q, k, v, window)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Computes `attend_in_window` block by block."""
     block = min(max(window, LEAST_BLOCK), MOST_BLOCK)
     reach = -(-(window - 1) // block)  # blocks before its own that a query can see
     queries = q.split(block, dim=2)
@@ -152,6 +160,34 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             masks[shape] = _band(*shape, window, q)
         outs.append(attend(piece, key, value, mask=masks[shape]))
     return concatenated(outs, dim=2)
+
+
+@operator(lambda dout, q, k, v, window: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+          devices=ALL_DEVICES)  # fmt: skip
+def window_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes dq, dk and dv, and the forward again."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        dq, dk, dv = torch.autograd.grad(_in_blocks(*leaves, window), leaves, dout)
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+
+
+def _keep(ctx, inputs, output):
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+@operator(
+    lambda q, k, v, window: q.new_empty(*q.shape[:3], v.shape[3]),
+    _keep,
+    lambda ctx, dout: (*window_attention_backward(dout, *ctx.saved_tensors, ctx.window), None),
+    devices=ALL_DEVICES,
+)
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Computes `attend_in_window` block by block, as one operator for torch.compile."""
+    return _in_blocks(q, k, v, window).contiguous()
 
 
 def _band(new: int, total: int, window: int, like: Tensor) -> Tensor:
