@@ -109,6 +109,7 @@ NOT_RUN = {
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",
     "python -m benchmarks.long_text": "trains on documents of a million tokens: tests/benchmarks/test_long_text.py",
     "python -m benchmarks.positions": "trains on rows of 65,536 tokens: tests/benchmarks/test_positions.py",
+    "python -m benchmarks.brumby": "times a model of 14 billion parameters: tests/benchmarks/test_brumby.py",
     "python -m benchmarks.decoding": "times models on a GPU: tests/benchmarks/test_decoding_gpu.py",
     "python -m tests.ops.triton.compile_record": "compiles for minutes: tests/ops/triton/test_compile.py",
     "PYTHONPATH=triton36": "compiles for minutes: tests/ops/triton/test_compile.py",
