@@ -24,7 +24,6 @@ from torch import Tensor
 from benchmarks.decoding_gpu import copy_call
 from benchmarks.measure import gpu_peak_extra_bytes, measured, milliseconds, options, peak_extra_bytes, write
 from benchmarks.state_dtype import room
-from sympow.integrations.transformers.power_models import power_config
 from sympow.models import LanguageModel, ModelState
 from sympow.models.generation import sample
 from sympow.models.lm import Undrawn
@@ -72,6 +71,8 @@ SCALES = {
 
 def random_model(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
     """Returns a model of a config.json with random weights, which are made on the device in their dtype."""
+    from sympow.integrations.transformers.power_models import power_config  # needs transformers
+
     with torch.device(device):
         model = Undrawn(power_config(shape, stored_head=True, name="the model"), dtype=dtype)
     generator = torch.Generator(device).manual_seed(0)

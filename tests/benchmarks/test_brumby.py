@@ -9,7 +9,9 @@ pytest.importorskip("transformers")
 
 from benchmarks import brumby, tables
 from benchmarks.measure import read
+from sympow.integrations.transformers.power_models import power_config
 from sympow.models import LanguageModel
+from sympow.models.lm import Undrawn
 from sympow.models.slots import Slots
 
 TOY = brumby.SCALES["toy"]
@@ -18,7 +20,7 @@ TOY = brumby.SCALES["toy"]
 def test_the_full_shape_is_that_of_the_public_model():
     """14,769,945,600 parameters, and a zero for the bias of every gate."""
     with torch.device("meta"):
-        model = brumby.Undrawn(brumby.power_config(brumby.SHAPE, True, "the model"), dtype=torch.bfloat16)
+        model = Undrawn(power_config(brumby.SHAPE, True, "the model"), dtype=torch.bfloat16)
     assert model.num_parameters() == 14_769_945_600 + 40 * 8
     assert sum(each.nbytes for each in model.init_state(1).tensors()) > 40 * 8 * 8256 * 129 * 4
 
