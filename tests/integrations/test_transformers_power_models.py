@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -237,6 +238,34 @@ def test_generate_and_export(tmp_path, source, capsys):
     wanted = expected(config, weights, tokens[0])
     assert_close(again.double(), wanted, **CLOSE)
     assert_close(there.double(), wanted, **CLOSE)
+
+
+def test_weights_are_in_memory_once(tmp_path, source, monkeypatch):
+    """Of a model that fills the memory, no second copy can be made: not while files are read, not in transformers."""
+    from sympow.integrations.transformers import modeling, power_models
+
+    folder, config, weights = source
+    place, read = power_models._place, []
+
+    def watched(key, weight, own, of):
+        assert all(each() is None for each in read), "another weight of the files is still in memory"
+        place(key, weight, own, of)
+        read.append(weakref.ref(weight))
+
+    monkeypatch.setattr(power_models, "_place", watched)
+    assert main(["convert", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert len(read) == len(weights)
+    exported = to_transformers(tmp_path / "run", tmp_path / "exported")
+
+    def second(*args, **kwargs):
+        raise AssertionError("a second model is made")
+
+    monkeypatch.setattr(modeling, "LanguageModel", second)
+    import transformers
+
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(exported)(some_tokens()).logits[0]
+    assert_close(logits.double(), expected(config, weights, some_tokens()[0]), **CLOSE)
 
 
 REFUSED = {

@@ -150,7 +150,7 @@ def _sharing(model: LanguageModel) -> SympowForCausalLM:
 
 def to_native(model: SympowForCausalLM) -> LanguageModel:
     """Makes a native model of a `SympowForCausalLM`, in evaluation mode, with a copy of its weights."""
-    native, view = LanguageModel(model.config.model_config, seed=0), weights(native_view(model))
+    native, view = Undrawn(model.config.model_config), weights(native_view(model))
     for name, tensor in weights(native).items():
         tensor.data = view[name].clone()
     return native.eval()
