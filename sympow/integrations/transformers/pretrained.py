@@ -34,6 +34,9 @@ from sympow.integrations.transformers.sources import (
 from sympow.integrations.transformers.weight_files import stored_shapes
 from sympow.models import LanguageModel, ModelConfig
 
+# Of a file that a model may lack.
+_OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+
 
 class Pretrained(NamedTuple):
     """Holds a pretrained model in native form.
@@ -165,10 +168,11 @@ def _tokenizer(
     """Returns the text of the tokenizer.json; None for a folder without one. `fields` are those of a GGUF file."""
     if fields is not None:
         return gguf_tokenizer(fields, str(source))
-    if Path(source).is_dir():
-        file = Path(source) / "tokenizer.json"
-        with reading(file):
-            return file.read_text(encoding="utf-8") if file.is_file() else None
+    with reading(source):
+        file = cached_file(str(source), "tokenizer.json", **_OPTIONAL)
+    if file is not None or Path(source).is_dir():
+        with reading(Path(source) / "tokenizer.json"):
+            return None if file is None else Path(file).read_text(encoding="utf-8")
     with reading(source):
         made = AutoTokenizer.from_pretrained(**where)
     return made.backend_tokenizer.to_str() if made.is_fast else None
@@ -178,8 +182,7 @@ def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) ->
     """Returns the texts of the files beside the tokenizer, by their names. `fields` are those of a GGUF file."""
     if fields is not None:
         return gguf_beside(fields)
-    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    files = {name: cached_file(str(source), name, **optional) for name in BESIDE}
+    files = {name: cached_file(str(source), name, **_OPTIONAL) for name in BESIDE}
     return {name: beside_text(Path(file)) for name, file in files.items() if file is not None}
 
 
