@@ -59,8 +59,8 @@ class ScoredCausalLM(nn.Module):
 def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ScoredCausalLM:
     """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode.
 
-    Raises the errors of `reading`, such as ValueError for a file of weights that is cut, and ValueError for a model that
-    `load_pretrained` reads and transformers does not.
+    Raises the errors of `reading`, such as ValueError for a file of weights that is cut, and ValueError for Brumby and
+    PowerCoder, which transformers does not read.
     """
     with reading(path):
         kind = json_object(Path(path) / "config.json").get("model_type")
