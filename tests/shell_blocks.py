@@ -49,6 +49,7 @@ SMALLER = {
     "sympow ar-hits": "--rows 2",
     "sympow recall-probe": "--pairs 4 --queries 8",
     "sympow passkey": "--context 128 --texts 1",
+    "sympow needles": "--context 512 --texts 1 --task single --values words",
     "sympow corpus": "--vocab-size 300 --row-tokens 64",
     "sympow kernel-corpus": "--source linux --vocab-size 300",
     "sympow kernel-corpus --row-tokens": "--source linux --vocab-size 300 --row-tokens 64",
