@@ -184,8 +184,10 @@ def measure(scale: Scale, device: str, keep: Callable[[dict[str, Any]], None]) -
     model = random_model(scale.shape, device)
     about = {"device": device, "dtype": "bfloat16", "d_model": model.config.d_model, "layers": model.config.n_layers}
     about |= {"parameters": model.num_parameters()}
-    checked_slots(model, 1)  # also compiles the kernels
-    read(model, torch.zeros(1, 2 * scale.chunk, dtype=torch.int64, device=device), scale.chunk)
+    checked_slots(model, 1)
+    for length in scale.lengths:  # a whole piece and the last one, so that all kernels are compiled before the timing
+        first = torch.zeros(1, scale.chunk + length % scale.chunk, dtype=torch.int64, device=device)
+        read(model, first, scale.chunk)
     for length in scale.lengths:
         keep(about | reading(model, length, scale.chunk, device) | measured(device))
     for batch in scale.batches:
