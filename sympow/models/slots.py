@@ -76,12 +76,13 @@ class Slots:
 
         Args:
             model: the model.
-            state: of sequences of equal length. The slots take over its tensors, so that no second state is in memory.
-                Steps overwrite these tensors.
+            state: of sequences of equal length. The slots take over its decoding states, so that these are in memory
+                only once, and copy the rest. Steps overwrite the decoding states.
             tokens: the number of tokens that each sequence has read.
         """
-        slots = cls.__new__(cls)
-        slots._begin(model, next((tensor.shape[0] for tensor in state.tensors()), 1), _with_all_room(state))
+        slots, batch = cls.__new__(cls), next((tensor.shape[0] for tensor in state.tensors()), 1)
+        own = _rebuilt(state, lambda leaf: leaf if isinstance(leaf, DecodingState) else leaf.clone())
+        slots._begin(model, batch, _with_all_room(own))
         if not slots.as_one_batch:
             return None
         for row in range(slots.capacity):
