@@ -212,6 +212,20 @@ def test_graphs_step_as_the_model_does(case):
             torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body", "data-dependent rotation"])
+@torch.no_grad()
+def test_graphs_on_a_state_that_was_taken_over(case):
+    """As in `generate`; a tail is folded more than once."""
+    model = small_model(case).cuda()
+    prompt = torch.cat([prompts()[1][:, :7], prompts()[3][:, :7]]).cuda()
+    state = Context.begin(model, 2).read(model, prompt, chunk=4).state
+    slots = Slots.with_graphs(model, Context.begin(model, 2).read(model, prompt, chunk=4).state, 7)
+    for tokens in torch.randint(VOCAB, (150, 2), generator=torch.Generator().manual_seed(3)).cuda():
+        expected, state = model.step(tokens[:, None], state)
+        torch.testing.assert_close(slots.step(tokens), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_the_spare_room_of_a_window_does_not_count():
     """It is not written before it is needed, and a weight of 0 does not hide what is not finite."""
     model = small_model("window")
