@@ -145,6 +145,26 @@ def decoding_gpu_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {measured_on(rows)}."])
 
 
+def brumby_table(rows: list[dict]) -> str:
+    """Returns a row for each number of sequences that are decoded, and for each length of a text that is read."""
+    lines = ["| | ms a token | tokens/s | least GB a step | GB/s | of a copy | peak of memory, GB |"]
+    lines.append("|---|" + "---:|" * 6)
+    for row in rows:
+        reads = row["what"] == "reading"
+        what = f"reading {row['tokens']:,} tokens" if reads else f"decoding, {row['rows']} sequences"
+        cells = [what.replace("1 sequences", "1 sequence"), f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}"]
+        if reads:
+            cells += ["", "", ""]
+        else:
+            cells += [f"{row['least_bytes'] / 1e9:.2f}", f"{row['gb_per_s']:,}", f"{row['share_of_floor']:.0%}"]
+        cells.append("" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    row = rows[0]
+    shape = f"{row['parameters']:,} parameters in {row['dtype']}, states in float32"
+    copies = dict.fromkeys(f"{row['copy_gb_per_s']:,}" for row in rows if row["what"] == "decoding")
+    return "\n".join([*lines, "", f"{shape}; a copy at {', '.join(copies)} GB/s; {measured_on(rows)}."])
+
+
 def speculation_table(rows: list[dict]) -> str:
     """Returns a row for each kind of prompts, temperature and drafts."""
     lines = ["| prompts | temperature | drafts | tokens/s | with drafts | ratio | accepted | distinct | same |"]
@@ -304,6 +324,7 @@ TABLES = {
     "decoding_cpu.csv": decoding_table,
     "decoding_h200.csv": decoding_gpu_table,
     "decoding_models_h200.csv": decoding_table,
+    "brumby_gpu.csv": brumby_table,
     "speculation_cpu.csv": speculation_table,
     "context_rounding_cpu.csv": rounding_table,
     "context_restore_cpu.csv": restore_table,

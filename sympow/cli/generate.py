@@ -69,6 +69,7 @@ def add(command: AddCommand) -> None:
     read.add_argument("--context", metavar="FILE", type=path, help="Continue from this context file.")
     read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
                       help="Store states in this dtype; float32 is exact (default: float32).")  # fmt: skip
+    read.add_argument("--weights-dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     read.add_argument("--chunk", metavar="N", type=positive, default=1024,
                       help="Read N tokens in each step (default: 1024).")  # fmt: skip
     read.add_argument("--device", default="auto", help=DEVICE)
@@ -115,6 +116,7 @@ def run_read(options: argparse.Namespace) -> int | None:
     """Runs `sympow read`."""
     from sympow.cli.context_reading import check_out, read_text
     from sympow.cli.result_files import check_writable
+    from sympow.cli.run_checks import dtype_of
     from sympow.ops.cost import format_bytes
     from sympow.training import load
     from sympow.training.step import resolve_device
@@ -122,7 +124,7 @@ def run_read(options: argparse.Namespace) -> int | None:
     out = Path(options.out)
     check_out(out, options.text, options.context)
     check_writable(options.out, replaced=True)
-    run = load(options.run, resolve_device(options.device), None)
+    run = load(options.run, resolve_device(options.device), dtype_of(options.weights_dtype))
     done = read_text(
         run,
         options.text,

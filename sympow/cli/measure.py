@@ -1,4 +1,4 @@
-"""Measures trained models: `sympow evaluate`, `ar-hits`, `recall-probe`, `passkey` and `sizes`."""
+"""Measures trained models: `sympow evaluate`, `ar-hits`, `recall-probe`, `passkey`, `needles` and `sizes`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ and accuracy on the second occurrences of values and on filler."""
 _PASSKEY = """Measures how often a model names a number of five digits that a long text contains. The text's length
 varies, and so does the number's depth in it: at the beginning, a quarter, half, three quarters and the end. Runs of
 sympow and models of Hugging Face transformers are measured in the same way."""
+
+_NEEDLES = """Measures how often a model answers from statements in a long text of prose, in the tasks of RULER. single:
+one statement gives a key a number or a word. multikey: several do, and one is asked for. tracing: a chain of statements
+gives one value to several names, and all names are asked for. Length and depth of the statement vary. The result tells
+the distance in tokens between the statement and the answer."""
 
 _SIZES = """Prints state dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window
 attention for a model shape. The shape is a preset in a body; options change single sizes of it."""
@@ -128,6 +133,31 @@ def add(command: AddCommand) -> None:
     passkey.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     add_trust_code(passkey)
     passkey.set_defaults(execute=run_passkey, rest="runs")
+
+    needles = command("needles", "Measure the recall of statements in a long text.", _NEEDLES)
+    needles.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    needles.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
+                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
+    tasks = ("single", "multikey", "tracing")
+    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks,
+                         help="Measure these tasks (default: all).")  # fmt: skip
+    needles.add_argument("--values", choices=("digits", "words"), nargs="+", default=["digits", "words"],
+                         help="Let values be numbers or words (default: both).")  # fmt: skip
+    needles.add_argument("--text", metavar="FILE", type=path,
+                         help="Hide statements in this prose (default: four sentences, repeated).")  # fmt: skip
+    needles.add_argument("--keys", metavar="N", type=positive, default=4,
+                         help="Make N statements in multikey (default: 4).")  # fmt: skip
+    needles.add_argument("--hops", metavar="N", type=positive, default=4,
+                         help="Give the value to N more names in tracing (default: 4).")  # fmt: skip
+    needles.add_argument("--texts", metavar="N", type=positive, default=20,
+                         help="Use N texts at each length and depth (default: 20).")  # fmt: skip
+    needles.add_argument("--seed", metavar="N", type=natural, default=0,
+                         help="Draw keys, values and places from this seed (default: 0).")  # fmt: skip
+    needles.add_argument("--device", default="auto", help=DEVICE)
+    needles.add_argument("--csv", metavar="FILE", type=path, help="Write the results into this file.")
+    needles.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    add_trust_code(needles)
+    needles.set_defaults(execute=run_needles, rest="runs")
 
     sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", _SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small",
@@ -242,6 +272,36 @@ def run_passkey(options: argparse.Namespace) -> None:
         write_passkeys(options.csv, rows)
     if options.plot:
         plot_passkeys(rows, options.plot)
+
+
+def run_needles(options: argparse.Namespace) -> None:
+    """Runs `sympow needles`."""
+    from sympow.cli.result_files import check_writable
+    from sympow.cli.scored_models import load_scored
+    from sympow.evaluation.needles import needle_recall, write_needles
+    from sympow.evaluation.passkey import FILLER, native, transformers
+    from sympow.models import LanguageModel
+    from sympow.training.step import resolve_device
+
+    check_writable(options.csv)
+    made = {name: getattr(options, name) for name in ("values", "texts", "keys", "hops", "seed", "quiet")}
+    try:
+        text = FILLER if options.text is None else Path(options.text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
+    made |= {"tasks": options.task, "text": text}
+    rows = []
+    for label, scored in load_scored(options.runs, resolve_device(options.device)).items():
+        if scored.tokenizer is None:
+            raise ValueError(f"{label} has no tokenizer: statements are texts")
+        model = scored.model
+        generates = native(model) if isinstance(model, LanguageModel) else transformers(model.model)
+        rows += needle_recall(label, generates, scored.tokenizer, options.context, **made)
+    for row in rows:
+        where = f"{row.context:,} tokens, depth {row.depth:.0%}, {row.distance:,.0f} tokens before the answer"
+        print(f"{row.model}: {row.task} of {row.values}, {where}: {row.accuracy:.0%} of {row.texts} texts")
+    if options.csv:
+        write_needles(options.csv, rows)
 
 
 def run_sizes(options: argparse.Namespace) -> None:

@@ -301,7 +301,7 @@ def continue_power(
     chunk_size: int | None,
     **options: Any,
 ) -> tuple[Tensor, PowerState | DecodingState]:
-    """Continues `state`: by one token in place where gradients are off, otherwise as a sequence."""
+    """Continues `state`. Where gradients are off, a state with a tail and that of a single token change in place."""
     if q.shape[1] == 1 and not torch.is_grad_enabled():
         return power_attention_step(q, k, v, log_g, state=state, inplace=True, **options)
     before = state.folded() if isinstance(state, DecodingState) else state
@@ -309,7 +309,12 @@ def continue_power(
     out, after = power_attention(q, k, v, log_g, **options)
     if after is None:
         raise RuntimeError("the op returned no state where one was asked for")
-    return out, state.continued(after) if isinstance(state, DecodingState) else after
+    if not isinstance(state, DecodingState):
+        return out, after
+    if torch.is_grad_enabled():
+        return out, state.continued(after)
+    state.put(after)  # in place, so that the states of all layers are in memory only once
+    return out, state
 
 
 def try_power(

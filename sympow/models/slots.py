@@ -68,26 +68,45 @@ class Slots:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
         each = sum(tensor.nbytes for tensor in model.init_state(1).tensors()) + _COUNTERS
         check_memory(f"a state for {capacity:,} slots", capacity * each, model.embedding.weight.device)
+        self._begin(model, capacity, model.init_state(capacity))
+
+    @classmethod
+    def holding(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
+        """Returns slots that the sequences of a batch fill, or None if a mixer would be stepped row by row.
+
+        Args:
+            model: the model.
+            state: of sequences of equal length. The slots take over its decoding states, so that these are in memory
+                only once, and copy the rest. Steps overwrite the decoding states.
+            tokens: the number of tokens that each sequence has read.
+        """
+        slots, batch = cls.__new__(cls), next((tensor.shape[0] for tensor in state.tensors()), 1)
+        own = _rebuilt(state, lambda leaf: leaf if isinstance(leaf, DecodingState) else leaf.clone())
+        slots._begin(model, batch, _with_all_room(own))
+        if not slots.as_one_batch:
+            return None
+        for row in range(slots.capacity):
+            slots._set_length(row, tokens)
+        slots._set_count(slots.capacity)
+        return slots
+
+    @classmethod
+    def with_graphs(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
+        """Returns the result of `holding` if steps are CUDA graphs, otherwise None."""
+        return cls.holding(model, state, tokens) if model.embedding.weight.device.type == "cuda" else None
+
+    def _begin(self, model: Steps, capacity: int, state: ModelState) -> None:
+        """Sets up slots without sequences. `state` is of `capacity` sequences, and its tensors become the slots."""
         self.capacity, self.count = capacity, 0
         self._model = model
         self._lengths = [0] * capacity
         self._position = torch.zeros(capacity, dtype=torch.int64, device=model.embedding.weight.device)
         # The slot of every row in the pools of decoding states: first of those in use, then of those that are free.
         self._slots = torch.arange(capacity, dtype=torch.int32, device=self._position.device)
-        self._held = _slotted(model.init_state(capacity), self._position)
+        self._in_order = True  # whether the slot of every row has the number of the row
+        self._held = _slotted(state, self._position)
         self._view: ModelState | None = None  # of the rows in use, made when it is needed
         self._graphs = StepGraphs(capacity, self._advance) if self._position.is_cuda and self.as_one_batch else None
-
-    @classmethod
-    def with_graphs(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
-        """Returns slots with the state of a batch after so many tokens if steps are CUDA graphs, otherwise None."""
-        if model.embedding.weight.device.type != "cuda":
-            return None
-        slots = cls(model, next((tensor.shape[0] for tensor in state.tensors()), 1))
-        if not slots.as_one_batch:
-            return None
-        slots.put(state, tokens)
-        return slots
 
     @property
     def as_one_batch(self) -> bool:
@@ -149,6 +168,7 @@ class Slots:
                 held.rows.pop()
             elif row != last and not isinstance(held, DecodingState):
                 held[row].copy_(held[last])
+        self._in_order &= row == last
         freed = self._slots[row].clone()
         self._slots[row].copy_(self._slots[last])
         self._slots[last].copy_(freed)
@@ -211,7 +231,8 @@ class Slots:
             if isinstance(leaf, Rows):
                 return leaf.rows[rows.start]
             if isinstance(leaf, DecodingState):
-                return leaf.at(self._slots[rows]).taken()
+                whole = self._in_order and rows == slice(0, self.capacity)
+                return leaf if whole else leaf.at(self._slots[rows]).taken()
             return tokens if leaf is self._position else leaf[rows]
 
         return _rebuilt(self._held, cut)

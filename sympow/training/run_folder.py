@@ -131,7 +131,10 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
         raise FileNotFoundError(f"no run at {Path(run_dir)}: it has no config.json")
     stored = _read_json(file)
     if "model_type" in stored:
-        raise ValueError(f"{Path(run_dir)} is no run: its config.json is of a model of Hugging Face transformers")
+        raise ValueError(
+            f"{Path(run_dir)} is no run: its config.json is of a model of Hugging Face transformers, of which "
+            "`sympow convert` makes a run"
+        )
     return config_in(file, stored)
 
 

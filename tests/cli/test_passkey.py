@@ -53,3 +53,36 @@ def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch):
         assert main(["passkey", *words, "--quiet"]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"sympow: error: {line}") and err.count("\n") == 1
+
+
+def test_needles(run, tmp_path, capsys):
+    (tmp_path / "prose.txt").write_text("It was late. Nobody had seen the ship. ")
+    words = ["needles", str(run), "--context", "600", "--texts", "2", "--text", f"{tmp_path}/prose.txt", "--quiet"]
+    assert main([*words, "--csv", f"{tmp_path}/a.csv"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and len(out.splitlines()) == 30
+    first = out.splitlines()[0]
+    assert first.startswith("tiny: single of digits, 600 tokens, depth 0%, ") and first.endswith(": 0% of 2 texts")
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["task"], row["values"]) for row in rows} == {
+        (task, values) for task in ("single", "multikey", "tracing") for values in ("digits", "words")
+    }
+    assert len(rows) == 30 and float(rows[0]["distance"]) > float(rows[4]["distance"])
+    assert main([*words, "--task", "multikey", "--values", "words", "--keys", "9"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for more, line in (
+        (["--context", "50"], "a text of single needs a context of at least"),
+        (["--task", "double"], "argument --task: invalid choice: 'double'"),
+        (["--text", f"{tmp_path}/nothing"], "nothing: No such file or directory"),
+        (["--text", f"{tmp_path}/bytes"], f"{tmp_path}/bytes is not UTF-8 text: "),
+        (["--keys", "1000"], "expected 1 to"),
+    ):
+        code = 2
+        try:
+            code = main([*words, *more])
+        except SystemExit as stopped:
+            code = stopped.code
+        error = capsys.readouterr().err
+        assert code == 2 and line in error and error.count("\n") == 1, error

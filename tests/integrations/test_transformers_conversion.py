@@ -308,7 +308,8 @@ def test_end_tokens_that_are_none_are_refused(folder, tmp_path, content, capsys)
 
 
 @pytest.mark.parametrize(("pre", "said", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False),
-                                                     ("qwen2", None, False), ("qwen2", True, True)])  # fmt: skip
+                                                     ("qwen2", None, False), ("qwen2", True, True),
+                                                     ("refact", None, False), ("dbrx", None, False)])  # fmt: skip
 def test_texts_begin_as_a_gguf_file_says(pre, said, begins, tmp_path):
     """The words of Llama 3 that are tokens need no merges."""
     BPETokenizer.train([TEXT], 280).save(tmp_path)
@@ -322,3 +323,13 @@ def test_texts_begin_as_a_gguf_file_says(pre, said, begins, tmp_path):
     tokenizer = BPETokenizer(text)
     assert tokenizer.start == ((len(tokens) - 2,) if begins else ())
     assert (tokenizer.encode("abcdef").tolist() == [len(tokens) - 1]) is (pre == "llama-bpe")
+
+
+@pytest.mark.parametrize(("pre", "count"), [("smollm", 6), ("refact", 6), ("qwen2", 6), ("llama-bpe", 4), ("dbrx", 4)])
+def test_digits_are_split_as_a_gguf_file_says(pre, count):
+    """One at a time, or in threes, whose merges then apply."""
+    letters = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 324))]
+    tokens = [*letters, "12", "123"]
+    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["1 2", "12 3"]}
+    text = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, "file")
+    assert len(BPETokenizer(text).encode("123456")) == count

@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -10,11 +15,14 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from sympow.cli import main
+from sympow.cli.served_model import load_served
 from sympow.data import BPETokenizer
 from sympow.integrations.transformers import from_transformers, to_transformers
 from sympow.integrations.transformers.pretrained import load_pretrained
 from sympow.models import ModelConfig
+from sympow.serving import Engine
 from sympow.training import load_model
+from tests.serving.conftest import Client, ask
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 10, "num_key_value_heads": 2,
@@ -237,6 +245,126 @@ def test_generate_and_export(tmp_path, source, capsys):
     wanted = expected(config, weights, tokens[0])
     assert_close(again.double(), wanted, **CLOSE)
     assert_close(there.double(), wanted, **CLOSE)
+
+
+def answer(folder, prompt, n):
+    """What `sympow serve` answers to a prompt, from the model that it loads of a folder."""
+    served = load_served(str(folder), torch.device("cpu"))
+    engine = Engine(served.model, served.tokenizer, slots=2)
+    engine.start()
+    ((tokens, _, _),) = ask(engine, Client(prompt, n))
+    engine.close()
+    return tokens
+
+
+def test_the_same_greedy_tokens_everywhere(tmp_path, source, capsys):
+    """In `serve` of the run and of the export, in transformers, and after `read`."""
+    import transformers
+
+    folder, config, weights = source
+    run, text = tmp_path / "run", tmp_path / "text"
+    assert main(["convert", str(folder), "--out", str(run)]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
+    text.write_text("to be or not to be")
+    prompt = torch.from_numpy(BPETokenizer((folder / "tokenizer.json").read_text()).encode(text.read_text())).long()
+    tokens = greedy(config, weights, prompt, 20)
+    for each in (run, tmp_path / "exported"):
+        assert answer(each, prompt, 20) == tokens
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    made = model.generate(prompt[None], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert made[0, len(prompt) :].tolist() == tokens
+    assert main(["read", str(run), str(text), "--out", str(tmp_path / "context")]) == 0
+    command = ["generate", str(run), "--context", str(tmp_path / "context"), "--max-new-tokens", "20"]
+    capsys.readouterr()
+    assert main([*command, "--temperature", "0"]) == 0
+    after_reading = capsys.readouterr().out
+    assert main(["generate", str(run), "--prompt-file", str(text), *command[-2:], "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == text.read_text() + after_reading
+
+
+def test_read_with_weights_in_another_dtype(tmp_path, capsys):
+    """As `generate` with that --dtype, which refuses the context of other weights."""
+    folder = write(tmp_path / "hf", CONFIGS["brumby"], drawn(CONFIGS["brumby"], torch.bfloat16))
+    run, text, context = (str(tmp_path / name) for name in ("run", "text", "context"))
+    (tmp_path / "text").write_text("to be or not to be")
+    assert main(["convert", str(folder), "--out", run]) == 0
+    assert main(["read", run, text, "--out", context, "--weights-dtype", "float32"]) == 0
+    command = ["--max-new-tokens", "20", "--temperature", "0"]
+    capsys.readouterr()
+    assert main(["generate", run, "--context", context, "--dtype", "float32", *command]) == 0
+    found = capsys.readouterr().out
+    assert main(["generate", run, "--prompt-file", text, "--dtype", "float32", *command]) == 0
+    assert capsys.readouterr().out == "to be or not to be" + found
+    assert main(["generate", run, "--context", context, *command]) == 2
+    assert "is a context of another model: its weights differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["generate", "hf", "--prompt", "a"], "is no run: its config.json is of a model of Hugging Face transformers"),
+        (["export", "hf", "--out", "out"], "of which `sympow convert` makes a run"),
+        (["read", "hf", "hf/config.json", "--out", "out"], "of which `sympow convert` makes a run"),
+        (["evaluate", "hf"], "of which `sympow convert` makes a run"),
+        (["distill", "hf", "--teacher", "hf", "--out", "out"], "of which `sympow convert` makes a run"),
+        (["serve", "hf"], "got 'KIND', of which `sympow convert` makes a run"),
+        (["passkey", "hf"], "transformers does not read KIND models, of which `sympow convert` makes a run"),
+    ],
+)
+def test_commands_say_that_a_source_is_converted_first(tmp_path, source, words, line, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert line.replace("KIND", source[1]["model_type"]) in error and error.count("\n") == 1
+    assert "trust_remote_code" not in error
+
+
+def test_an_id_on_the_hub_is_read_as_a_folder(tmp_path, source):
+    """Without warnings of transformers, which knows neither model. Its cache stands in for the Hub."""
+    folder, config, weights = source
+    there, commit = tmp_path / "hub" / "models--some--power", "0" * 40
+    shutil.copytree(folder, there / "snapshots" / commit)
+    (there / "snapshots" / commit / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (there / "refs").mkdir()
+    (there / "refs" / "main").write_text(commit)
+    command = [sys.executable, "-m", "sympow", "convert", "some/power", "--out", str(tmp_path / "run")]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    tokens, read = some_tokens(), load_model(tmp_path / "run")
+    with torch.no_grad():
+        assert_close(read.model(tokens)[0].double(), expected(config, weights, tokens[0]), **CLOSE)
+    assert json.loads((tmp_path / "run" / "tokenizer.json").read_text()) == json.loads(
+        (folder / "tokenizer.json").read_text()
+    )
+
+
+def test_weights_are_in_memory_once(tmp_path, source, monkeypatch):
+    """Of a model that fills the memory, no second copy can be made: not while files are read, not in transformers."""
+    from sympow.integrations.transformers import modeling, power_models
+
+    folder, config, weights = source
+    place, read = power_models.place, []
+
+    def watched(key, weight, own, of):
+        assert all(each() is None for each in read), "another weight of the files is still in memory"
+        place(key, weight, own, of)
+        read.append(weakref.ref(weight))
+
+    monkeypatch.setattr(power_models, "place", watched)
+    assert main(["convert", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert len(read) == len(weights)
+    exported = to_transformers(tmp_path / "run", tmp_path / "exported")
+
+    def second(*args, **kwargs):
+        raise AssertionError("a second model is made")
+
+    monkeypatch.setattr(modeling, "LanguageModel", second)
+    import transformers
+
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(exported)(some_tokens()).logits[0]
+    assert_close(logits.double(), expected(config, weights, some_tokens()[0]), **CLOSE)
 
 
 REFUSED = {

@@ -82,17 +82,17 @@ def rows_of_llama(weight, heads):
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def write_gguf(file, model, tokenizer, more=lambda writer: None):
-    """Writes a GGUF file of a small model; `more` adds fields and tensors."""
+def write_gguf(file, model, tokenizer, more=lambda writer: None, stored=None):
+    """Writes a GGUF file of a small model; `more` adds fields and tensors, `stored` has quantized weights by name."""
     gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    kind, config, vocabulary = model.config.model_type, model.config, json.loads(tokenizer.read_text())["model"]
+    config, vocabulary = model.config, json.loads(tokenizer.read_text())["model"]
+    kind = "llama" if config.model_type == "mistral" else config.model_type
     tokens = [*vocabulary["vocab"], *(f"<{i}>" for i in range(300 - len(vocabulary["vocab"])))]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, kind)
     writer.add_context_length(64)
-    writer.add_embedding_length(48)
-    writer.add_feed_forward_length(80)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(6)
     writer.add_head_count_kv(2)
@@ -104,15 +104,28 @@ def write_gguf(file, model, tokenizer, more=lambda writer: None):
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 300)
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    if kind == "qwen3":
+    width = getattr(config, "head_dim", None) or config.hidden_size // 6
+    if width != config.hidden_size // 6:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if kind == "phi3":
+        writer.add_rope_dimension_count(int(width * config.rope_parameters.get("partial_rotary_factor", 1)))
+        writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_sliding_window(config.sliding_window or 0)
+    elif kind == "llama" and getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if kind == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+        if kind in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             weight = rows_of_llama(weight, 6 if "q_proj" in name else 2)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+        data, kept = (stored or {}).get(name, (weight.numpy(), None))
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data, raw_dtype=kept)
     more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -140,6 +153,23 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
         found = load_pretrained(source)
         assert_close(found.model(tokens), expected, rtol=0, atol=1e-4)
         assert found.tokenizer is None and found.context == 64
+
+
+IN_GGUF = [kind for kind in KINDS if kind != "SmolLM3, its own layers"]  # a file does not say which layers rotate
+
+
+@pytest.mark.parametrize("kind", IN_GGUF)
+@torch.no_grad()
+def test_logits_of_gguf_files_are_those_of_transformers(kind, folder):
+    model = pretrained(kind)
+    for layer in model.model.layers:  # so that positions matter
+        attention = layer.self_attn
+        (attention.qkv_proj if kind.startswith("Phi") else attention.q_proj).weight.mul_(3)
+    tokens = torch.randint(300, (2, 37), generator=torch.Generator().manual_seed(2))
+    write_gguf(folder / "tiny.gguf", model, folder / "tokenizer.json")
+    found = load_pretrained(folder / "tiny.gguf")
+    assert_close(found.model(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+    assert found.tokenizer is not None and found.context == 64
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -235,7 +265,7 @@ def test_rotations_of_gguf_files(kind, rotation, folder):
         (lambda w: w.add_string("llama.rope.scaling.type", "yarn"), "scaled by yarn needs the number 'factor'"),
         (lambda w: w.add_float32("llama.rope.scaling.yarn_log_multiplier", 0.1), "yarn_log_multiplier = 0.1"),
         (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "llama.rope.scale_linear = 4.0, which is not known"),
-        (lambda w: w.add_uint32("llama.attention.sliding_window", 8), "llama.attention.sliding_window = 8, which"),
+        (lambda w: w.add_float32("llama.attention.scale", 0.5), "llama.attention.scale = 0.5, which is not known"),
         (lambda w: w.add_uint32("llama.expert_count", 8), "llama.expert_count = 8, which is not known"),
         (lambda w: w.add_rope_dimension_count(4), "embed_tokens|lacks weights of its config: blk.0.attn_q.weight"),
         (lambda w: (w.add_rope_dimension_count(4), w.add_key_length(8)), "llama.rope.dimension_count = 4; known is"),
@@ -562,12 +592,29 @@ def test_a_cut_gguf_file_is_refused(gguf_file, size):
         load_pretrained(gguf_file)
 
 
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_packages_that_gguf_files_need_are_named(package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_the_package_that_gguf_files_need_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "tiny.gguf").touch()
-    with pytest.raises(ImportError, match=r"gguf needs gguf and accelerate: pip install 'sympow\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"gguf needs gguf: pip install 'sympow\[gguf\]'"):
         load_pretrained(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+@torch.no_grad()
+def test_quantized_weights_of_gguf_files(kind, folder):
+    """The model is that of the dequantized weights."""
+    gguf = pytest.importorskip("gguf")
+    model = pretrained("Phi-3", hidden_size=96, intermediate_size=64, num_attention_heads=6)
+    quantized = {}
+    for name, weight in model.state_dict().items():
+        if weight.ndim == 2:
+            of = gguf.GGMLQuantizationType[kind]
+            quantized[name] = (gguf.quantize(weight.numpy(), of), of)
+            weight.copy_(torch.from_numpy(gguf.dequantize(*quantized[name])))
+    write_gguf(folder / "tiny.gguf", model, folder / "tokenizer.json", stored=quantized)
+    tokens = torch.randint(300, (2, 37), generator=torch.Generator().manual_seed(2))
+    found = load_pretrained(folder / "tiny.gguf").model
+    assert_close(found(tokens), model(tokens).logits, rtol=0, atol=1e-4)
 
 
 def test_quantized_models_in_memory_are_refused():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
+from sympow.training import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 24
@@ -68,10 +69,15 @@ def rounds_of(sizes, step):
 
 
 def run(folder, model, rounds, **engine):
-    """Runs vLLM, which writes answer.json in the folder if it succeeds."""
+    """Writes a model into a folder, and gives it to `serve`."""
     from sympow.integrations.transformers.folders import from_native
 
     from_native(model).save_pretrained(folder)
+    return serve(folder, rounds, **engine)
+
+
+def serve(folder, rounds, **engine):
+    """Runs vLLM, which writes answer.json in the folder if it succeeds."""
     options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 64}
     engine = {"model": str(folder), "block_size": 32, "enable_prefix_caching": True} | options | engine
     request = json.dumps({"engine": engine, "rounds": rounds, "new_tokens": NEW_TOKENS})
@@ -81,7 +87,10 @@ def run(folder, model, rounds, **engine):
 
 def check(folder, name, sizes, step=40, **engine):
     model, rounds = make(name), rounds_of(sizes, step)
-    done = run(folder, model, rounds, **engine)
+    return check_answer(folder, model, rounds, run(folder, model, rounds, **engine))
+
+
+def check_answer(folder, model, rounds, done):
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads((folder / "answer.json").read_text())
     for prompts, tokens in zip(rounds, answer["tokens"], strict=True):
@@ -114,6 +123,24 @@ def test_hybrids(tmp_path):
     """vLLM makes their pages so large that only long beginnings are kept."""
     counts = check(tmp_path, "hybrid", [1, 3, 32], step=150, num_gpu_blocks_override=24)
     assert counts["preemptions"] > 0 and counts["hits"] > 0
+
+
+@needs_vllm
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["brumby", "powercoder"])
+def test_public_checkpoints_with_power_attention(tmp_path, kind, ranks):
+    """A folder with the public names of weights is converted and exported, as a user does."""
+    from sympow.cli import main
+    from tests.integrations.test_transformers_power_models import CONFIGS, drawn, write
+
+    folder = write(tmp_path / "hf", CONFIGS[kind], drawn(CONFIGS[kind]))
+    assert main(["convert", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
+    rounds = rounds_of([1, 3, 32], step=40)
+    engine = {} if ranks == 1 else {"tensor_parallel_size": ranks}
+    done = serve(tmp_path / "exported", rounds, **engine)
+    model = load_model(tmp_path / "run").model
+    assert check_answer(tmp_path / "exported", model, rounds, done)["hits"] > 0
 
 
 @needs_vllm

@@ -6,6 +6,7 @@ import torch
 from sympow.models import Context, generate
 from sympow.models.slots import Slots
 from sympow.models.step_graphs import rounded
+from sympow.ops import DecodingState
 from tests.integrations.small import CASES, VOCAB, small_model
 
 LENGTHS, NEW = (3, 17, 8, 30), 9
@@ -106,6 +107,45 @@ def test_rows_of_equal_length_are_put_at_once_and_given_as_one_state(case):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("case", ["power", "rwkv7 body"])
+def test_a_state_that_slots_take_over_is_in_memory_once(case, monkeypatch):
+    """As in `generate` on a GPU, where states have tails. A batch of Brumby-14B fills a GPU with its states alone."""
+    monkeypatch.setattr("sympow.layers.power.prefers_tail", lambda device, dtype: True)
+    model = small_model(case)
+    prompt = torch.cat([prompts()[1][:, :7], prompts()[3][:, :7]])
+    begun = Context.begin(model, 2)
+    first = [layer.s for layer in decoding_states(begun.state)]
+    context = begun.read(model, prompt, chunk=4)
+    assert [layer.s.data_ptr() for layer in decoding_states(context.state)] == [s.data_ptr() for s in first]
+    slots = Slots.holding(model, context.state, 7)
+    assert slots.count == slots.capacity == 2
+    other = Context.begin(model, 2).read(model, prompt).state
+    with torch.no_grad():
+        for token in range(9):
+            expected, other = model.step(torch.tensor([[token], [token + 1]]), other)
+            torch.testing.assert_close(slots.step(torch.tensor([token, token + 1])), expected)
+    held = decoding_states(slots.equal())
+    assert [layer.s.data_ptr() for layer in held] == [s.data_ptr() for s in first] and first
+    slots.release(0)
+    with torch.no_grad():
+        expected, _ = model.step(torch.tensor([[3]]), slots.equal().clone())
+        torch.testing.assert_close(slots.step(torch.tensor([3])), expected)
+        of_two, _ = model.step(torch.tensor([[0], [3]]), other)
+    torch.testing.assert_close(expected, of_two[1:])
+
+
+def decoding_states(value):
+    if isinstance(value, DecodingState):
+        return [value]
+    items = value if isinstance(value, list) else vars(value).values() if hasattr(value, "__dict__") else ()
+    return [each for item in items for each in decoding_states(item)]
+
+
+def test_slots_do_not_take_over_what_is_stepped_row_by_row():
+    hybrid = small_model("hybrid")
+    assert Slots.holding(hybrid, Context.begin(hybrid).read(hybrid, prompts()[0]).state, LENGTHS[0]) is None
+
+
 def test_rows_that_are_no_batch():
     model = small_model("power")
     slots = Slots(model, 3)
@@ -170,6 +210,20 @@ def test_graphs_step_as_the_model_does(case):
             with torch.no_grad():
                 expected, alone[row] = model.step(tokens[None, row : row + 1], alone[row])
             torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body", "data-dependent rotation"])
+@torch.no_grad()
+def test_graphs_on_a_state_that_was_taken_over(case):
+    """As in `generate`; a tail is folded more than once."""
+    model = small_model(case).cuda()
+    prompt = torch.cat([prompts()[1][:, :7], prompts()[3][:, :7]]).cuda()
+    state = Context.begin(model, 2).read(model, prompt, chunk=4).state
+    slots = Slots.with_graphs(model, Context.begin(model, 2).read(model, prompt, chunk=4).state, 7)
+    for tokens in torch.randint(VOCAB, (150, 2), generator=torch.Generator().manual_seed(3)).cuda():
+        expected, state = model.step(tokens[:, None], state)
+        torch.testing.assert_close(slots.step(tokens), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_spare_room_of_a_window_does_not_count():

@@ -28,4 +28,6 @@ def reading(source: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs Python files that come with the weights, and these are never run"
     return " ".join(str(error).split())[:300] or type(error).__name__

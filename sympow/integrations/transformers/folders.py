@@ -128,7 +128,8 @@ def _check_type(folder: Path) -> None:
     """Raises ValueError where the folder's config is of a model that is not of this package, such as a Llama."""
     kind = json_object(folder / "config.json").get("model_type")
     if kind != SympowConfig.model_type:
-        raise ValueError(f"{folder} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
+        wanted = f"a model of type {SympowConfig.model_type!r}"
+        raise ValueError(f"{folder} must hold {wanted}; got {kind!r}, of which `sympow convert` makes a run")
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:
@@ -150,7 +151,7 @@ def _sharing(model: LanguageModel) -> SympowForCausalLM:
 
 def to_native(model: SympowForCausalLM) -> LanguageModel:
     """Makes a native model of a `SympowForCausalLM`, in evaluation mode, with a copy of its weights."""
-    native, view = LanguageModel(model.config.model_config, seed=0), weights(native_view(model))
+    native, view = Undrawn(model.config.model_config), weights(native_view(model))
     for name, tensor in weights(native).items():
         tensor.data = view[name].clone()
     return native.eval()

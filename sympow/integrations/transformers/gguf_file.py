@@ -1,6 +1,6 @@
-"""Reads the header of a GGUF file, and the config of the model in it. All sizes are compared with the file first.
+"""Reads the header of a GGUF file, the config of the model in it, and its weights.
 
-The package gguf reads the weights. It trusts the sizes that a file names, and has no limits.
+All sizes are compared with the file first. The package gguf only dequantizes: it trusts the sizes that a file names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -32,6 +34,15 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+# Those of some architectures only.
+_MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attention.scale": "attention_multiplier",
+}
+_WINDOW = "attention.sliding_window"
+_MORE = {"granite": tuple(_MULTIPLIERS), "llama": (_WINDOW,), "phi3": (_WINDOW,)}
 _ROPE = "rope.scaling."
 _SCALING = {
     "factor": "factor",
@@ -66,12 +77,14 @@ class GGUFHeader(NamedTuple):
         fields: the values by their names.
         shapes: the shapes of tensors by their names, in the order of axes of torch.
         rope_factors: the numbers in `rope_freqs.weight`, which divide the frequencies of the rotation; None: none.
+        places: the types of tensors and their first bytes in the file, by their names.
     """
 
     file: Path
     fields: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     rope_factors: list[float] | None
+    places: dict[str, tuple[int, int]]
 
 
 class _Cut(ValueError):
@@ -122,10 +135,9 @@ def read_header(file: str | os.PathLike[str]) -> GGUFHeader:
     """
     path = Path(file)
     try:
-        import accelerate  # noqa: F401  (transformers needs it to read the weights)
         from gguf import GGML_QUANT_SIZES
     except ImportError as error:
-        raise ImportError(f"reading {path} needs gguf and accelerate: pip install 'sympow[gguf]' ({error})") from None
+        raise ImportError(f"reading {path} needs gguf: pip install 'sympow[gguf]' ({error})") from None
     sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
     try:
         if not path.stat().st_size:
@@ -181,7 +193,22 @@ def _header(path: Path, data: Any, sizes: Mapping[int, tuple[int, int]]) -> GGUF
             raise _Cut(f"{ROPE_FACTORS} is not in float32")
         first = start + offset
         factors = np.frombuffer(data[first : first + 4 * math.prod(shapes[ROPE_FACTORS])].tobytes(), "<f4").tolist()
-    return GGUFHeader(path, fields, shapes, factors)
+    whole = {name: (kind, start + offset) for name, (kind, offset) in places.items()}
+    return GGUFHeader(path, fields, shapes, factors, whole)
+
+
+def read_weight(header: GGUFHeader, name: str) -> Tensor:
+    """Reads a tensor of a GGUF file, dequantized to float32, in the order of axes of torch.
+
+    Raises NotImplementedError for a type of tensors that the package gguf does not dequantize.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    (kind, first), shape = header.places[name], header.shapes[name]
+    elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    rows, size = math.prod(shape[:-1]), shape[-1] // elements * block
+    data = np.memmap(header.file, mode="r", offset=first, shape=(rows, size))
+    return torch.from_numpy(dequantize(data, GGMLQuantizationType(kind)).astype(np.float32)).view(shape)
 
 
 def model_config(header: GGUFHeader) -> dict[str, Any]:
@@ -194,7 +221,7 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
     name, kind, own = str(header.file), header.fields.get("general.architecture"), _own(header)
     for field, value in own.items():
         scaling = field.startswith(_ROPE) and field.removeprefix(_ROPE) in (*_SCALING, "finetuned")
-        known = scaling or field in _FIELDS or field in _OTHERS
+        known = scaling or field in _FIELDS or field in _OTHERS or field in _MORE.get(str(kind), ())
         usual = _OTHERS.get(field)
         if not known or (usual is not None and value != usual):
             raise ValueError(f"{name} has {kind}.{field} = {_short(value)}, which is not known here")
@@ -207,18 +234,39 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
     if kind != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.shapes
+    if kind == "seed_oss":
+        config["attention_out_bias"] = "blk.0.attn_output.bias" in header.shapes
+    if kind in ("llama", "phi3"):
+        config["sliding_window"] = own.get(_WINDOW) or None  # Phi-4 has 0, for none
+    if kind == "llama" and config.pop("sliding_window") is not None:
+        config |= {"model_type": "mistral", "sliding_window": own[_WINDOW]}
     heads = config["num_attention_heads"]
     usual = config["hidden_size"] // heads if isinstance(heads, int) and heads > 0 else None
-    width = own.get("attention.key_length", own.get("rope.dimension_count", usual))
-    for field in ("attention.value_length", "rope.dimension_count"):
-        if own.get(field, width) != width:
+    rotated = own.get("rope.dimension_count", usual)
+    width = own.get("attention.key_length", usual if kind == "phi3" else rotated)
+    known_widths = {"attention.value_length": width} | ({} if kind == "phi3" else {"rope.dimension_count": width})
+    for field, wanted in known_widths.items():
+        if own.get(field, wanted) != wanted:
             raise ValueError(f"{name} has {kind}.{field} = {own[field]}; known is the width of a head, {width}")
     if kind == "qwen2" and width != usual:
         raise ValueError(f"{name} has heads of {width} channels; qwen2 has embedding_length / head_count, {usual}")
     if kind != "qwen2":
         config["head_dim"] = width
+    if kind == "granite":  # where 0 means the usual one, as no field does
+        config |= {theirs: own.get(field) or 1.0 for field, theirs in _MULTIPLIERS.items()}
+        config["attention_multiplier"] = own.get("attention.scale") or float(width or 1) ** -0.5
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 10_000.0)}
+    if kind == "phi3" and rotated != width:
+        config["rope_parameters"]["partial_rotary_factor"] = _share(rotated, width)
     return config
+
+
+def _share(part: Any, whole: Any) -> float:
+    """Returns the share of a part, of which int(share * whole) is the part, also after rounding."""
+    if not all(isinstance(each, int) and each > 0 for each in (part, whole)):
+        return 0.0  # which is refused
+    share = part / whole
+    return share if int(share * whole) == part else math.nextafter(share, 1.0)
 
 
 def rope_parameters(header: GGUFHeader) -> dict[str, Any]:

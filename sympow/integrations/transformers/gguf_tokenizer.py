@@ -148,8 +148,11 @@ def _splitters() -> dict[str, list[dict[str, Any]]]:
         split = {"type": "Split", "pattern": {"Regex": _WORDS % digits}, "behavior": "Isolated", "invert": False}
         return [split, _BYTES | {"use_regex": False}]
 
+    digits = [{"type": "Digits", "individual_digits": True}, _BYTES]
     return {
-        "smollm": [{"type": "Digits", "individual_digits": True}, _BYTES],
+        "smollm": digits,
+        "refact": digits,  # of Granite 3
         "llama-bpe": words(r"\p{N}{1,3}"),
+        "dbrx": words(r"\p{N}{1,3}"),  # of Phi-4
         "qwen2": words(r"\p{N}"),
     }

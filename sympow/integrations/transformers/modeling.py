@@ -323,14 +323,17 @@ class SympowModel(SympowPreTrainedModel):
 
     @torch.no_grad()
     def _draw(self) -> None:
-        native = weights(LanguageModel(replace(self.config.model_config, tie_embeddings=True)))
         own = weights(self)
-        for name, tensor in own.items():
-            if not tensor.is_meta and not is_loaded(tensor):
-                tensor.copy_(native[native_name(name)])
+        missing = {name: tensor for name, tensor in own.items() if not tensor.is_meta and not is_loaded(tensor)}
+        for name in list(missing):
             bias = own.get(name.removesuffix("qkv_start") + "qkv.bias") if name.endswith("qkv_start") else None
-            if bias is not None and is_loaded(bias) and not is_loaded(tensor):
-                tensor.zero_()  # in older weights `qkv.bias` includes the initial value
+            if bias is not None and is_loaded(bias):
+                missing.pop(name).zero_()  # in older weights `qkv.bias` includes the initial value
+        if not missing:
+            return  # a second model would not fit into memory beside a large one
+        native = weights(LanguageModel(replace(self.config.model_config, tie_embeddings=True)))
+        for name, tensor in missing.items():
+            tensor.copy_(native[native_name(name)])
 
 
 class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
@@ -458,7 +461,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _draw(self) -> None:
         weight = self.lm_head.weight
-        if self.config.tie_word_embeddings or weight.is_meta or getattr(weight, "_is_hf_initialized", False):
+        if self.config.tie_word_embeddings or weight.is_meta or is_loaded(weight):
             return
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         draw_normal(weight, 0.02, torch.Generator(device="cpu").manual_seed(seed))

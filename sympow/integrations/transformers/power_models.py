@@ -153,7 +153,7 @@ def load_power_model(source: str | os.PathLike[str], stored: Mapping[str, Any]) 
             with reading(file), safe_open(file, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
                     if key in found:
-                        _place(key, opened.get_tensor(key), own, config)
+                        place(key, opened.get_tensor(key), own, config)
     return model.eval()
 
 
@@ -214,7 +214,7 @@ def _described(stored: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         yield "lm_head.weight", (config.vocab_size, width)
 
 
-def _place(key: str, weight: Tensor, own: Mapping[str, Tensor], config: ModelConfig) -> None:
+def place(key: str, weight: Tensor, own: Mapping[str, Tensor], config: ModelConfig) -> None:
     """Copies a weight, by its name in the files, into the parameter or the part of a parameter that it is here."""
     stem, _, kind = key.rpartition(".")
     layer, part = "", stem

@@ -15,7 +15,14 @@ from transformers.utils import cached_file
 from sympow.data import BPETokenizer
 from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
 from sympow.integrations.transformers.errors import reading
-from sympow.integrations.transformers.gguf_file import ROPE_FACTORS, model_config, read_header, rope_parameters
+from sympow.integrations.transformers.gguf_file import (
+    ROPE_FACTORS,
+    GGUFHeader,
+    model_config,
+    read_header,
+    read_weight,
+    rope_parameters,
+)
 from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
 from sympow.integrations.transformers.power_models import POWER_MODELS, load_power_model, longest_context, power_config
 from sympow.integrations.transformers.sources import (
@@ -24,6 +31,7 @@ from sympow.integrations.transformers.sources import (
     check_fields,
     check_shapes,
     described,
+    halves_of_heads,
     in_names_of_models,
     layers_of,
     name_in_gguf,
@@ -33,6 +41,9 @@ from sympow.integrations.transformers.sources import (
 )
 from sympow.integrations.transformers.weight_files import stored_shapes
 from sympow.models import LanguageModel, ModelConfig
+
+# Of a file that a model may lack.
+_OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 
 
 class Pretrained(NamedTuple):
@@ -60,8 +71,8 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
 
     Args:
         source: a folder of Hugging Face transformers, the path of a GGUF file, which is dequantized and needs the
-            packages gguf and accelerate, an id on the Hugging Face Hub, or a model of transformers in memory, which
-            comes without a tokenizer.
+            package gguf, an id on the Hugging Face Hub, or a model of transformers in memory, which comes without a
+            tokenizer.
 
     Raises FileNotFoundError for a file that is missing, ValueError for a file that is cut, for another architecture,
     for layers that are quantized, for a tokenizer that is no byte-level BPE, for one with more tokens than the model,
@@ -71,7 +82,7 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
     if isinstance(source, PreTrainedModel):
         config = source.config
         check_fields(config.to_dict(), type(source).__name__)
-        model, tokenizer, beside, name = source, None, {}, type(source).__name__
+        weights, tokenizer, beside, name = source.state_dict(), None, {}, type(source).__name__
         rotation = _rotation(config, {}, name)
     else:
         where, name = _place(source), str(source)
@@ -96,18 +107,41 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
             check_tokenizer(tokenizer, config.vocab_size, name)
         if header is not None:
             shapes = {key: shape for key, shape in header.shapes.items() if key != ROPE_FACTORS}
-            check_shapes(((name_in_gguf(key), shape) for key, shape in described(config)), shapes, name)
-        elif found is not None:
-            check_shapes(described(config), in_names_of_models(found, config.tie_word_embeddings), name)
-        with reading(source):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                **where, config=config, dtype=torch.float32, output_loading_info=True
-            )
-        missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
-        if missing:
-            raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
-    native = _native(config, rotation, model.state_dict(), name)
+            kind = header.fields["general.architecture"]
+            check_shapes(((name_in_gguf(key, kind), shape) for key, shape in described(config)), shapes, name)
+            with reading(source):
+                weights = _gguf_weights(header, config)
+        else:
+            if found is not None:
+                check_shapes(described(config), in_names_of_models(found, config.tie_word_embeddings), name)
+            weights = _weights(source, where, config)
+    native = _native(config, rotation, weights, name)
     return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
+
+
+def _weights(source: str | os.PathLike[str], where: Mapping[str, Any], config: Any) -> dict[str, Tensor]:
+    """Reads the weights of a folder, or of an id on the Hub, by their names in transformers."""
+    with reading(source):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **where, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
+    if missing:
+        raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
+    found: dict[str, Tensor] = model.state_dict()
+    return found
+
+
+def _gguf_weights(header: GGUFHeader, config: Any) -> dict[str, Tensor]:
+    """Reads the weights of a GGUF file, dequantized, by their names in transformers."""
+    kind, weights = header.fields["general.architecture"], {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for key, _ in described(config):
+        weight = read_weight(header, name_in_gguf(key, kind))
+        part = key.split(".")[-2]
+        turned = part in heads and kind in ("llama", "smollm3", "granite")
+        weights[key] = halves_of_heads(weight, heads[part]) if turned else weight
+    return weights
 
 
 def _power(source: str | os.PathLike[str], where: Mapping[str, Any], stored: Mapping[str, Any]) -> Pretrained:
@@ -165,10 +199,11 @@ def _tokenizer(
     """Returns the text of the tokenizer.json; None for a folder without one. `fields` are those of a GGUF file."""
     if fields is not None:
         return gguf_tokenizer(fields, str(source))
-    if Path(source).is_dir():
-        file = Path(source) / "tokenizer.json"
-        with reading(file):
-            return file.read_text(encoding="utf-8") if file.is_file() else None
+    with reading(source):
+        file = cached_file(str(source), "tokenizer.json", **_OPTIONAL)
+    if file is not None or Path(source).is_dir():
+        with reading(Path(source) / "tokenizer.json"):
+            return None if file is None else Path(file).read_text(encoding="utf-8")
     with reading(source):
         made = AutoTokenizer.from_pretrained(**where)
     return made.backend_tokenizer.to_str() if made.is_fast else None
@@ -178,8 +213,7 @@ def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) ->
     """Returns the texts of the files beside the tokenizer, by their names. `fields` are those of a GGUF file."""
     if fields is not None:
         return gguf_beside(fields)
-    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    files = {name: cached_file(str(source), name, **optional) for name in BESIDE}
+    files = {name: cached_file(str(source), name, **_OPTIONAL) for name in BESIDE}
     return {name: beside_text(Path(file)) for name, file in files.items() if file is not None}
 
 

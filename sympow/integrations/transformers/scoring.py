@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from sympow.data.tokenizer_files import json_object
 from sympow.integrations.transformers.errors import reading
+from sympow.integrations.transformers.power_models import POWER_MODELS
 
 _ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row
 
@@ -56,8 +59,13 @@ class ScoredCausalLM(nn.Module):
 def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ScoredCausalLM:
     """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode.
 
-    Raises the errors of `reading`, such as ValueError for a file of weights that is cut.
+    Raises the errors of `reading`, such as ValueError for a file of weights that is cut, and ValueError for Brumby and
+    PowerCoder, which transformers does not read.
     """
+    with reading(path):
+        kind = json_object(Path(path) / "config.json").get("model_type")
+    if kind in POWER_MODELS:
+        raise ValueError(f"{path}: transformers does not read {kind} models, of which `sympow convert` makes a run")
     with reading(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=False)
     return ScoredCausalLM(model.to(device)).eval()

@@ -15,8 +15,8 @@ from sympow.ops.rope_scaling import check_scaling
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "seed_oss", "granite", "phi3")
 """The `model_type` of what can be read; SmolLM and SmolLM2 are of type "llama", Phi-4 is of type "phi3"."""
 
-IN_GGUF = ("llama", "qwen2", "qwen3")
-"""Those of `ARCHITECTURES` that can be read from GGUF files."""
+IN_GGUF = ("llama", "qwen2", "qwen3", "smollm3", "seed_oss", "granite", "phi3")
+"""The architectures of GGUF files that can be read. A file of Mistral is of "llama"."""
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """The types of rotations that can be read from a config.json."""
@@ -36,7 +36,7 @@ _NAMES_IN_GGUF = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
 }  # fmt: skip
 
 
@@ -314,13 +314,27 @@ def in_names_of_models(found: Mapping[str, tuple[int, ...]], tied: bool) -> dict
     }
 
 
-def name_in_gguf(name: str) -> str:
-    """Returns the name of a weight of `described` in a GGUF file."""
+def name_in_gguf(name: str, architecture: str) -> str:
+    """Returns the name of a weight of `described` in a GGUF file of an architecture."""
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{_NAMES_IN_GGUF[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
+    if architecture == "seed_oss" and part == "post_attention_layernorm":
+        return f"blk.{layer}.post_attention_norm.{kind}"
     return f"blk.{layer}.{_NAMES_IN_GGUF[part]}.{kind}"
+
+
+def halves_of_heads(rows: Tensor, heads: int) -> Tensor:
+    """Orders rows of queries or keys in which neighbours are rotated as pairs so that pairs are from the two halves.
+
+    GGUF files of "llama", "smollm3" and "granite" have pairs of neighbours.
+
+    Args:
+        rows: [heads * head_dim, ...].
+        heads: the number of heads.
+    """
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def neighbouring_pairs(rows: Tensor, head_dim: int, turning: int | None = None) -> Tensor:
