@@ -169,8 +169,8 @@ def window_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes dq, dk and dv, and the forward again."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        dq, dk, dv = torch.autograd.grad(_in_blocks(*leaves, window), leaves, dout)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        dq, dk, dv = torch.autograd.grad(_in_blocks(q, k, v, window), (q, k, v), dout)
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
