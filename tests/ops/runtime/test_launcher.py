@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sympow.ops import power_attention
+from sympow.ops.runtime import launcher
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("triton", reason="needs triton")
-launcher = pytest.importorskip("sympow.ops.runtime.launcher", reason="needs triton")
 
 
 class Driver:

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops import PowerState, power_attention
+from sympow.ops.runtime.launcher import Launcher
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-Launcher = pytest.importorskip("sympow.ops.runtime.launcher", reason="needs triton").Launcher
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
