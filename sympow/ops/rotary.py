@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from sympow.ops.checks import check_float64
 from sympow.ops.rope_scaling import check_scaling, scaled
-from sympow.ops.running_sums import blocked_sums
+from sympow.ops.running_sums import sums_so_far
 
 RULES = ("standard", "conformal")
 
@@ -82,7 +82,4 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
     Returns:
         float64 [B, T, G]. Its last row, [:, -1], is the `start` of what follows.
     """
-    check_float64(beta.device)
-    # Time is the last axis, because a GPU sums along another axis with only one thread for each row.
-    positions = blocked_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
-    return positions if start is None else positions + start[:, None]
+    return sums_so_far(beta, start)

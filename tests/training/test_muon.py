@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from sympow.layers import MIXERS, Mixer
-from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.rwkv7 import LowRank
+from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.zoology.filters import LongFilter
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import ExecutionConfig, TrainingConfig, latest, load_checkpoint, read_metrics, train

@@ -123,7 +123,7 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
             for gradient in (None, (k, torch.empty(2, 2 * time), torch.empty(2, 2 * time))):
                 s, z, decays, message = context_parallel.own_states(call, gradient)
                 context_parallel.all_states(call, s, z, decays, message)
-            context_parallel.launch_gradients.through_states(call, s, z, s, z, True)
+            context_parallel.launch.through_states(call, s, z, s, z, True)
     names = ("state_pass", "join_segments", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
