@@ -108,9 +108,9 @@ def test_the_reference_has_those_of_positions():
 def test_a_rotation_has_them():
     x, positions, frequencies = drawn(B, T, H, K, seed=1), drawn(B, T, seed=2), rotary_frequencies(K, device="cpu")
     assert torch.autograd.gradgradcheck(
-        lambda x, positions: rotate_alike((x,), positions, frequencies)[0], (x.detach().cpu().requires_grad_(),
-        positions.detach().cpu().requires_grad_()),
-    )  # fmt: skip
+        lambda x, positions: rotate_alike((x,), positions, frequencies)[0],
+        (x.detach().cpu().requires_grad_(), positions.detach().cpu().requires_grad_()),
+    )
 
 
 def kernels() -> dict:
@@ -126,11 +126,12 @@ def kernels() -> dict:
         "gated_norm": (lambda *x: fused_gated_norm(*x, 1e-6), [(B, T, H, V), (V,), (B, T, H * V)]),
         "gelu_linear": (lambda *x: gelu_linear(*x, None), [(T, 8), (8,), (5, 8)]),
         "short_convolution": (
-            lambda *x: fused_short_convolution(*x, torch.zeros(V, device=DEVICE), None), [(B, T, V), (V, 3)]
+            lambda *x: fused_short_convolution(*x, torch.zeros(V, device=DEVICE), None),
+            [(B, T, V), (V, 3)],
         ),
         "float32_linear": (fused_float32_linear, [(T, 8), (3, 8)]),
         "rotate_heads": (rotated, [(B, T, 2 * H * K + H * V), (B, T), (K,), (K,)]),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["gated_norm", "gelu_linear", "short_convolution", "float32_linear", "rotate_heads"])

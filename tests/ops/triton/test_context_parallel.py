@@ -126,8 +126,9 @@ def test_gradients_of_states(name):
 
 def test_inner_product_of_states():
     for table in (rows.rows_of(16, 3), rows.rows_of(64, 2, 4)):
-        a, b = torch.randn(2, 3, len(table.representative), 4, dtype=torch.float64,
-                           generator=torch.Generator().manual_seed(0))  # fmt: skip
+        a, b = torch.randn(
+            2, 3, len(table.representative), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         inner = table.inner(table.from_public(a), table.from_public(b))
         torch.testing.assert_close(inner, (a * b).sum((1, 2)))
 
@@ -158,7 +159,7 @@ def test_operators(gate):
     own = (s, z, sums, decays, message, incoming)
     out, norm, s, z, last = checked(
         context_parallel.context_output, q, k, v, log_g, *own, 2, 0.25, True, EPS, CHUNK, False, False, True
-    )  # fmt: skip
+    )
     assert s.numel() and z.numel()
     again = checked(context_parallel.context_query_gradient, out, q, k, v, log_g, out, norm, s, z, incoming, *options)
     none = s.new_empty(0)
