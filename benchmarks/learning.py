@@ -53,13 +53,15 @@ COLUMNS = ("variant", "optimizer", "muon_rate", "learning_rate", "context", "tok
 BEST = 8e-3  # the best rate under Muon, by the grid "rates": that of all variants so far
 SEEDS = (0, 1, 2)
 MAIN = ("softmax_gate", "power", "power_delta")
-# What the layer of the delta rule is compared with by its options.
+# What the layer of the delta rule is compared with: hybrids, windows in turns with it, and its options one by one.
 SEARCH = (
-    "power_delta+beta_bias=2", "power_delta+beta_bias=-2", "power_delta+beta_max=1.9", "power_delta+beta=1",
-    "power_delta+beta=0.5", "power_delta+rotation=none", "power_delta+p=1", "power_delta+gate=false",
-    "power_delta+p=3+head_dim=32+value_dim=64", "power_delta+p=4+head_dim=16+value_dim=64",
-    "power_delta+short_convolution=0", "power+rotation=none", "power+p=4+head_dim=24+value_dim=64",
-    "window_delta", "window_delta+window=64", "window_delta+window=512", "softmax_gate+rotation=none",
+    "window_delta", "window_delta+window=512", "hybrid_delta_gate", "hybrid_window_delta", "window",
+    "power_delta+gate=false", "power_delta+rotation=none", "window_delta+window=64", "hybrid_window_gate",
+    "hybrid_delta_gate+softmax.rotation=fixed", "hybrid_power_gate", "window+window=512", "hybrid_window",
+    "power_delta+p=1", "power_delta+beta_max=1.9", "power_delta+rotary_fraction=1", "power_delta+beta=1",
+    "power_delta+short_convolution=0", "softmax_gate+rotation=none", "power+rotation=none",
+    "power_delta+p=3+head_dim=32+value_dim=64", "power_delta+beta=0.5", "power_delta+beta_bias=2",
+    "power_delta+beta_bias=-2",
 )  # fmt: skip
 FIELD = ("window32", "softmax", "window+window=2112", "window+window=512", "hybrid_window+p=1")
 SLOW = ("gated_delta_net", "rwkv7")  # a run of 100 million tokens takes eight minutes alone
@@ -84,7 +86,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "rates": runs(MAIN, (1024, 4096), seeds=(0,), rates=(2e-3, 4e-3, 8e-3, 1.6e-2)),
     "adamw": runs(MAIN, (1024, 4096), seeds=(0,), rates=(2e-3,), optimizer="adamw"),
     "seeds": runs(MAIN, (1024, 4096)),
-    "search": runs(SEARCH, (1024, 4096), seeds=(0,)),
+    "search": runs(SEARCH, (4096,), seeds=(0,)),
     "controls": runs(
         (
             "window",
@@ -220,15 +222,15 @@ def _by_adamw(run: Run) -> LearningRun:
 def expected(run: Run) -> float:
     """Returns the seconds that a run is expected to take alone on an H200.
 
-    They follow from the fastest time of the variant at this context that is known, which had the least company; where
-    there is none, from `cost.guess`.
+    They follow from the fastest time of the variant at this context that is known, which had the least company, or from
+    `cost.guess` if that is less.
     """
     timed = found.read_table(TABLE.parent / "context_scaling" / SPEED)
     own = (run.variant, run.context)
     speeds = [row["tokens_per_second"] for row in [*found.read_table(TABLE), *timed]
               if (row["variant"], row["context"]) == own and row.get("size") == run.size
               and (row.get("compiled") or row.get("mode") == "compiled")]  # fmt: skip
-    return cost.OVERHEAD + run.tokens / max(speeds) if speeds else COMPILED * cost.guess(run)
+    return min(cost.OVERHEAD + run.tokens / max(speeds, default=1), COMPILED * cost.guess(run))
 
 
 def company(workers: int, gpus: int) -> float:

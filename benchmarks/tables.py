@@ -115,6 +115,19 @@ def gpu_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
+def delta_table(rows: list[dict]) -> str:
+    """Returns a row for each shape of the delta rule, beside softmax attention and power attention without the rule."""
+    peer = rows[0]["peer"]
+    names = ("K = V", "B", "H", "G", "T", "mode", "ms", peer, "times the time of p = 2", "extra memory, MB", "of p = 2")
+    lines = [f"| {' | '.join(names)} |", "|---:|---:|---:|---:|---:|---|" + "---:|" * 5]
+    for row in rows:
+        cells = [*(str(row[name]) for name in ("K", "B", "H", "G")), f"{row['T']:,}", row["mode"], f"{row['ms']:.2f}"]
+        cells += [f"{row['ratio']:.2f}x", f"{row['ms'] / row['power_ms']:.2f}"]
+        cells += ["" if row[name] is None else f"{row[name]:,.0f}" for name in ("extra_mb", "power_extra_mb")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"p {rows[0]['p']}, gated, {rows[0]['dtype']}; {measured_on(rows)}."])
+
+
 def decoding_gpu_table(rows: list[dict]) -> str:
     """Returns a row for each step."""
     lines = ["| heads, K | state | B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio |"]
@@ -285,6 +298,7 @@ def hf_generate_table(rows: list[dict]) -> str:
 TABLES = {
     "ops_cpu.csv": ops_table,
     "ops_h200.csv": gpu_table,
+    "delta_gpu.csv": delta_table,
     "positions_h200.csv": positions_table,
     "host_h200.csv": host_table,
     "decoding_cpu.csv": decoding_table,

@@ -17,7 +17,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
-from sympow.ops.availability import concatenated
+from sympow.ops.availability import concatenated, is_exporting
 
 # Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024
@@ -130,7 +130,7 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         v: [B, G, S, V].
         window: tokens that a token sees, itself included.
     """
-    if torch.compiler.is_exporting():  # one graph for all lengths, whose masks are as large as the scores
+    if is_exporting():  # one graph for all lengths, whose masks are as large as the scores
         return attend(q, k, v, mask=_band(q.shape[2], k.shape[2], window, q))
     if k.shape[2] <= window:
         return attend_to_past(q, k, v)

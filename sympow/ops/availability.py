@@ -62,9 +62,18 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
     An exported program then holds operators of torch alone, and runs on any device.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return False
     return device.type == "cuda" and refusal_of_kernels(device, dtype) is None
+
+
+def is_exporting() -> bool:
+    """Returns whether torch.export traces; not so while torch.compile does.
+
+    `torch.compiler.is_exporting` reads the same flag, but in torch 2.11 it is true in all functions that torch.compile
+    traces.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

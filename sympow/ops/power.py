@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import all_chunks, eager, eager_operators, reference
-from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels, without_autocast
+from sympow.ops.availability import NO_TRITON, has_kernels, is_exporting, refusal_of_kernels, without_autocast
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
@@ -357,7 +357,7 @@ BACKENDS: dict[str, Backend] = {"eager": Eager(), "triton": Kernels(), "referenc
 
 def _chosen(impl: str, q: Tensor, p: int, chunked: bool) -> Backend:
     """Returns the backend of a call. Raises ValueError for an unknown one, and for one that refuses the call."""
-    if impl in ("auto", "eager") and torch.compiler.is_exporting():
+    if impl in ("auto", "eager") and is_exporting():
         return Exported()
     if impl == "auto":
         kernels = q.device.type == "cuda" and BACKENDS["triton"].refusal(q, p, chunked) is None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sympow.ops.availability import is_exporting
 from sympow.ops.checks import check_float64
 from sympow.ops.runtime.operator import ALL_DEVICES, operator
 
@@ -34,10 +35,10 @@ def blocked_sums(x: Tensor) -> Tensor:
     For a plain cumsum a GPU would use one thread block for each row, and there are few rows. For torch.compile this is
     an operator, since a trace would be of few lengths, and compiled code fails at some sums over more than 128 tokens.
     """
-    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling() and not is_exporting():
         return running_sums(x)
     length = x.shape[-1]
-    if torch.compiler.is_exporting() or length <= SUM_BLOCK:
+    if is_exporting() or length <= SUM_BLOCK:
         return x.cumsum(-1)
     within = F.pad(x, (0, -length % SUM_BLOCK)).unflatten(-1, (-1, SUM_BLOCK)).cumsum(-1)
     before = F.pad(blocked_sums(within[..., :-1, -1]), (1, 0))

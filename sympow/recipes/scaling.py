@@ -310,6 +310,13 @@ def window_delta() -> RunConfig:
     return _config("window_delta", MixerConfig("window", BLOCK | {"window": 128}), MixerConfig("power_delta"))
 
 
+def hybrid_window_delta() -> RunConfig:
+    """Three layers of the delta rule, two of windows of 128 tokens, and gated softmax attention without a rotation."""
+    delta, window = MixerConfig("power_delta"), MixerConfig("window", BLOCK | {"window": 128})
+    softmax = MixerConfig("softmax", BLOCK | {"gate": True, "rotation": "none"})
+    return _config("hybrid_window_delta", window, delta, window, softmax, delta, delta)
+
+
 def based() -> RunConfig:
     """Windows of 64 tokens and linear attention by a Taylor map of 16 channels in turn: Based, in the block."""
     taylor = MixerConfig("linear", BLOCK | {"feature_map": "taylor", "head_dim": 16, "value_dim": 64})

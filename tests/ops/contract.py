@@ -218,6 +218,21 @@ def feature_terms(case: Case, inputs: dict[str, Tensor | None]) -> Tensor:
     return (terms + out.abs() * weights) / total
 
 
+def terms_through_states(case: Case, high: dict[str, Tensor | None], oracle: dict[str, Tensor]) -> Tensor:
+    """What the gradients of keys that come through the returned states may round, in units of eps, [B, T, G] float64:
+    the sums over all features, as large as if the gradient of phi(k) were parallel to phi(k)."""
+    weights = gradients_of(oracle, None)
+    k, v = high["k"].detach(), high["v"].detach()
+    ds, dz = (weights[name].to(k) for name in ("s", "z"))
+    if case.ends is None:
+        dphi = torch.einsum("bgdv,btgv->btgd", ds, v) + dz[:, None]
+    else:
+        spans = [slice(a, b) for a, b in pairwise((0, *case.ends))]
+        parts = [torch.einsum("gdv,tgv->tgd", ds[n], v[0, span]) + dz[n] for n, span in enumerate(spans)]
+        dphi = torch.cat(parts)[None]
+    return case.p * k.norm(dim=-1) ** (case.p - 1) * dphi.norm(dim=-1)
+
+
 def assert_equal_float64(
     actual: dict[str, Tensor], expected: dict[str, Tensor], rounding: dict[str, Tensor] | None = None
 ) -> None:
@@ -265,6 +280,7 @@ def assert_within_budget(
         peer = {n: oracle[n] + (x.double() - oracle[n]) / coarser for n, x in results_in(torch.bfloat16).items()}
     floor = max((x.norm().item() for x in oracle.values()), default=0.0) * 1e-6
     cancelled = {} if row_weights is None else _cancelled(case, high, oracle, row_weights)
+    through_states = EPS32 * terms_through_states(case, high, oracle) if case.p > 2 and "s" in oracle else None
     wrong = []  # all of them, as which are wrong tells what is
     for name, got in actual.items():
         want = oracle[name]
@@ -275,6 +291,10 @@ def assert_within_budget(
         if reading is not None and name in reading:
             rounding += EPS32 * reading[name].norm().item()
         rounding += (case.p / 2 if name in ("s", "z", "ds", "dz") else max(0, case.p - 2)) * eps * norm
+        if name == "dk" and through_states is not None:
+            rounding += through_states.norm().item()
+        if name == "dlog_g" and through_states is not None:
+            rounding += 2 * (high["k"].norm(dim=-1) * through_states).norm().item() / case.p
         if name == "dlog_g":
             terms, errors = (
                 sum((high[x].norm(dim=-1) * grad["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk")

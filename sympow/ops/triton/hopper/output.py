@@ -319,6 +319,8 @@ def output_pass(
     before = (first - begin) // KEYS
     # A step sums the elements of a row that one thread has. Threads are added up at the end.
     parts = _row_parts(gl.zeros([BLOCK, KEYS], gl.float32, score_mma), BLOCK, KEYS)
+    if GATED:  # the high part of a tile is loaded a step ahead
+        tile_high = gl.load(here + begin)
     for i in range(steps):
         s0 = begin + i * KEYS
         if GATED:
@@ -326,7 +328,8 @@ def output_pass(
                 acc *= gl.convert_layout(since, gl.SliceLayout(1, mma))[:, None]
                 total *= since
                 parts *= gl.convert_layout(since, gl.SliceLayout(1, parts.type.layout))[:, None]
-            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            ref = (high - tile_high) + rest
+            tile_high = gl.load(here + gl.minimum(s0 + KEYS, length - 1))
             there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
