@@ -24,7 +24,6 @@ from sympow.ops.triton.hopper.primitives import (
     first_keys,
     locate,
     stage_columns,
-    store_rows,
 )
 from sympow.ops.triton.hopper.query_gradient import within_chunk
 
@@ -234,4 +233,8 @@ def query_pass(
         out_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
         queries = queries_s.load(mma).to(gl.float32)
         gl.store(dsums + h * tokens + start + out_row, gl.sum(acc * queries, 1), mask=out_row < length)
-    store_rows(dq, H, h, acc, start, first, length, BLOCK, K, num_warps)
+    out_layout: gl.constexpr = tile_layout(K, num_warps)
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
+    c = gl.arange(0, K, gl.SliceLayout(0, out_layout))
+    tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + c[None, :])
+    gl.store(tile, gl.convert_layout(acc.to(gl.bfloat16), out_layout), mask=(first + t < length)[:, None])
