@@ -25,14 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sympow.data.corpus_folder import (
-    ROW_TOKENS,
-    VOCAB_SIZE,
-    SourceDocument,
-    choose_held_out,
-    join_small,
-    write_corpus,
-)
+from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE, SourceDocument, choose_held_out, join_small, write_corpus
 from sympow.data.debian_package import fetch_package
 from sympow.data.manuals import Manuals, read_manuals
 from sympow.data.tokens import Tokenizer

@@ -32,7 +32,8 @@ def token_losses(
 ):
     """Computes the loss of one row and its gradient, softmax less one at the target; both 0 for a target of IGNORE.
 
-    The loss is NaN for a target that is not in the row."""
+    The loss is NaN for a target that is not in the row.
+    """
     i_n = tl.program_id(0)
     logits += tl.cast(i_n, tl.int64) * W
     column = tl.arange(0, BLOCK)

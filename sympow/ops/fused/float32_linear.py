@@ -108,7 +108,9 @@ def narrow_backward(
     STEP: tl.constexpr,
 ):
     """Computes STEP inputs of dx and of the gradient of the weights, for every num_programs(1)-th block of ROWS rows.
-    Grid: blocks of inputs, programs that share the rows."""
+
+    Grid: blocks of inputs, programs that share the rows.
+    """
     d = tl.program_id(0) * STEP + tl.arange(0, STEP)
     col = tl.arange(0, COLUMNS)
     kept = (col < WIDTH)[:, None] & (d < D)[None, :]

@@ -92,8 +92,7 @@ def norm_gate_backward(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Computes the gradients of every num_programs-th tile of TILE rows, and the part of these tiles in the gradient of
-    the weights."""
+    """Computes the gradients of every num_programs-th tile of TILE rows, and their part in that of the weights."""
     col = tl.arange(0, WIDTH)
     total = tl.zeros([TILE, WIDTH], tl.float32)  # threads exchange sums only once, after the last tile
     w = tl.full([WIDTH], 1.0, tl.float32)

@@ -41,8 +41,10 @@ def gelu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a tile of gelu(hidden + bias). Grid: tiles, row by row; only the first axis of a grid has room for the
-    rows."""
+    """Computes a tile of gelu(hidden + bias).
+
+    Grid: tiles, row by row; only the first axis of a grid has room for the rows.
+    """
     across = tl.cdiv(D, COLUMNS)
     row = tl.cast(tl.program_id(0) // across, tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,8 +67,10 @@ def gelu_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes COLUMNS columns of every num_programs(1)-th block of ROWS rows. Grid: blocks of columns, programs that
-    share the rows."""
+    """Computes COLUMNS columns of every num_programs(1)-th block of ROWS rows.
+
+    Grid: blocks of columns, programs that share the rows.
+    """
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)  # threads exchange sums only once, after the last block
@@ -118,8 +122,10 @@ def _gelu(hidden: Tensor, bias: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, hidden: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gelu(hidden + bias) of hidden [N, D], and the gradient of the bias in float32. Overwrites `grad`, the
-    gradient of the result, with that of hidden."""
+    """Returns gelu(hidden + bias) of hidden [N, D], and the gradient of the bias in float32.
+
+    Overwrites `grad`, the gradient of the result, with that of hidden.
+    """
     out, (grid, numbers) = torch.empty_like(hidden), _shared(hidden)
     if not len(hidden):
         return out, torch.zeros(hidden.shape[1], device=hidden.device)

@@ -387,8 +387,7 @@ def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, turned: Tensor | None, positi
 def _weight_parts(
     dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor | None, turned: Tensor | None, positions: Tensor
 ) -> Tensor:
-    """Returns an uninitialized tensor for the parts of all programs in the gradients of the weights; an empty one
-    without a norm."""
+    """Returns an uninitialized tensor for all programs' parts in the gradients of the weights; empty without a norm."""
     if raw is None:
         return dq.new_empty(1, 0, dtype=torch.float32)
     blocks, programs, _ = _grid(dq.shape, dv.shape, positions.shape[2], turned is not None)
@@ -396,8 +395,10 @@ def _weight_parts(
 
 
 def _grid(q: torch.Size, v: torch.Size, groups: int, turned: bool) -> tuple[int, int, int]:
-    """Returns the blocks of tokens of all rows, the programs for each, and the tokens of a block, from the shapes of q
-    and v."""
+    """Returns the blocks of tokens of all rows, the programs for each, and the tokens of a block.
+
+    It takes the shapes of q and v.
+    """
     (batch, time, heads, key_dim), (kv_heads, value_dim) = q, v[2:]
     shared = gcd(heads // groups, kv_heads // groups)
     most = shared if turned else SHARING  # one program computes the whole gradient of a position
@@ -445,8 +446,7 @@ def _launcher(
     v_strides: tuple, c_strides: tuple, raw_strides: tuple | None, eps: float, turned: bool, backward: bool,
     dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
-    """Returns the launcher for tensors of these shapes and strides. The code depends on the dtype, so each dtype has
-    one."""
+    """Returns the launcher for tensors of these shapes and strides; the compiled code depends on the dtype."""
     (batch, time, heads, key_dim), (kv_heads, value_dim), groups = q, v[2:], positions[2]
     blocks, programs, tokens = _grid(q, v, groups, turned)
     numbers: dict[str, Any] = {"flat_sb": flat_strides[0], "flat_st": flat_strides[1]}
@@ -508,10 +508,7 @@ def _backward(ctx, dq, dk, dv):
     positions, frequencies, *turned_and_normed = ctx.saved_tensors
     turned, normed = turned_and_normed[:2], turned_and_normed[2:]
     dqkv, dpositions, dweights = rotate_heads_backward(dq, dk, dv, *turned, positions, frequencies, *normed, ctx.eps)
-    if ctx.needs_input_grad[1]:
-        dpositions = dpositions.transpose(1, 2).sum_to_size(positions.shape)
-    else:
-        dpositions = None
+    dpositions = dpositions.transpose(1, 2).sum_to_size(positions.shape) if ctx.needs_input_grad[1] else None
     of_weights = (None, None)
     if normed[0] is not None:
         of_weights = (dweights[0].to(normed[1].dtype), dweights[1].to(normed[2].dtype))
@@ -539,8 +536,10 @@ def fused_rotate_heads(
         qkv: bfloat16, float16 or float32. With G = 0 there are only queries.
         positions: float64 [1 or B, T, groups], where groups divides H and G.
         frequencies: float64 [K/2].
-        heads, kv_heads: H and G.
-        weight_q, weight_k: [K] of the RMSNorm of queries and of keys before the rotation; None: no norm.
+        heads: H.
+        kv_heads: G.
+        weight_q: [K] of the RMSNorm of queries before the rotation; None: no norm.
+        weight_k: the same for keys.
         eps: what the norm adds to the mean square.
     """
     q, k, v = _parts(qkv, frequencies, heads, kv_heads)

@@ -296,8 +296,7 @@ def test_lengths_of_prompts_share_a_graph():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "documents", "chunk"),
-    [(2048, 64, 256), (2048, 2, 1024), (2000, 1, 2000), (4096, 4, 768)],
+    ("tokens", "documents", "chunk"), [(2048, 64, 256), (2048, 2, 1024), (2000, 1, 2000), (4096, 4, 768)]
 )
 def test_chunks_of_packed_documents_with_states_are_about_as_long_as_documents(tokens, documents, chunk):
     q = torch.empty(1, tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16)
