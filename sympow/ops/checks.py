@@ -59,6 +59,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
             )
 
 
+# Also what a compiler takes as a symbol.
+NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
+
+
 def plain(number: Any) -> Any:
     """Returns an integer of NumPy, such as `numpy.int64(2)`, as one of Python, and anything else as it is."""
     return int(number) if isinstance(number, np.integer) else number
@@ -76,6 +80,8 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> N
     for name, number in (("scale", scale), ("eps", eps)):
         if isinstance(number, Tensor):  # whose gradient would be lost
             raise TypeError(f"{name} must be a number; got a torch.Tensor (multiply q by a scale that is learned)")
+        if number is not None and not isinstance(number, NUMBERS):
+            raise TypeError(f"{name} must be a number; got {number!r}")
     # Comparisons, which a compiler traces for a number that it takes as a symbol, and it does not trace isfinite.
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite; got {scale}")

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from sympow.ops import delta_reference, delta_solve
 from sympow.ops.availability import NO_TRITON, has_values, without_autocast
@@ -20,11 +19,11 @@ from sympow.ops.delta_types import DeltaOptions, DeltaOutput
 from sympow.ops.eager_operators import delta_eager
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
+from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, empty
 from sympow.ops.types import OutOfRangeError
 
 _IMPLS = ("auto", "eager", "triton", "reference")
-_NORM_EPS = 1e-6  # the least norm by which queries and keys are divided
 _RESET = -1e4  # a log gate whose decay is 0
 
 
@@ -99,7 +98,8 @@ def power_delta_rule(
         return DeltaOutput(empty(q, v) + zero.to(v.dtype), after + zero.to(after.dtype) if return_state else None)
     with without_autocast(q):
         if qk_norm:
-            q, k = (unit(x) for x in (q, k))
+            # Only the specification has second derivatives, for which the norm has them in plain torch.
+            q, k = (unit(q), unit(k)) if run is _reference else unit_heads(q, k)
         options: dict[str, Any] = {"p": p, "chunk_size": chunk_size, "return_state": return_state}
         if cu_seqlens is None:
             return DeltaOutput(*run(q, k, v, beta, log_g, initial_state, **options))
@@ -153,7 +153,7 @@ def power_delta_rule_step(
     with torch.no_grad(), without_autocast(q):
         state = state if inplace else state.clone()
         if qk_norm:
-            q, k = (unit(x) for x in (q, k))
+            q, k = unit_heads(q, k)
         phi_q = spow(q.to(state.dtype).unflatten(2, (k.shape[2], -1)), p)  # [B, T, G, R, D]
         phi_k = spow(k.to(state.dtype), p)
         gamma = None if log_g is None else log_g.to(state.dtype).exp()
@@ -166,11 +166,6 @@ def power_delta_rule_step(
             state.addcmul_(phi_k[:, i, :, :, None], (beta[:, i, :, None] * error)[:, :, None])
             out[:, i] = phi_q[:, i] @ state
         return DeltaOutput(out.flatten(2, 3).to(v.dtype), state)
-
-
-def unit(x: Tensor) -> Tensor:
-    """Returns x [..., K] divided by its norm, or by 1e-6 if that is larger, computed in float32 at least."""
-    return normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=_NORM_EPS).to(x.dtype)
 
 
 def check_delta_state(state: Tensor | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:

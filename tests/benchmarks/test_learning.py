@@ -167,4 +167,4 @@ def test_pages_quote_the_committed_rows():
     assert (
         f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
     )
-    assert f"{hybrid} for five layers of delta rule and one of softmax" in readme
+    assert f"and {hybrid} for five layers of delta rule and one of softmax" in readme

@@ -75,6 +75,8 @@ BAD = {
         TypeError,
         "scale must be a number; got a torch.Tensor",
     ),
+    "scale text": (lambda: call(scale="2"), TypeError, "scale must be a number; got '2'"),
+    "eps text": (lambda: call(eps=[1e-6]), TypeError, r"eps must be a number; got \[1e-06\]"),
     "scale": (lambda: call(scale=float("nan")), ValueError, "scale must be finite; got nan"),
     "chunk size": (lambda: call(chunk_size=0), ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
     "impl": (lambda: call(impl="triton2"), ValueError, "impl is one of auto, eager, triton, reference; got 'triton2'"),

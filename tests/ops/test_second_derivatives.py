@@ -14,6 +14,7 @@ from sympow.ops.fused.gated_norm import fused_gated_norm
 from sympow.ops.fused.gelu_linear import gelu_linear
 from sympow.ops.fused.rotation import fused_rotate_heads
 from sympow.ops.fused.short_convolution import fused_short_convolution
+from sympow.ops.fused.unit_heads import fused_unit_heads
 from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 
 B, T, H, K, V = 1, 9, 2, 4, 3
@@ -131,10 +132,13 @@ def kernels() -> dict:
         ),
         "float32_linear": (fused_float32_linear, [(T, 8), (3, 8)]),
         "rotate_heads": (rotated, [(B, T, 2 * H * K + H * V), (B, T), (K,), (K,)]),
+        "unit_heads": (lambda q, k: torch.cat(fused_unit_heads(q, k, 1e-6)[:2]), [(B, T, H, K), (B, T, H, K)]),
     }
 
 
-@pytest.mark.parametrize("name", ["gated_norm", "gelu_linear", "short_convolution", "float32_linear", "rotate_heads"])
+@pytest.mark.parametrize(
+    "name", ["gated_norm", "gelu_linear", "short_convolution", "float32_linear", "rotate_heads", "unit_heads"]
+)
 def test_kernels(name):
     function, shapes = kernels()[name]
     tensors = [drawn(*shape, seed=n, dtype=torch.float32) for n, shape in enumerate(shapes)]

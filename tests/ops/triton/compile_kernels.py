@@ -41,6 +41,7 @@ from sympow.ops.fused.short_convolution import (
     fused_short_convolution_step,
     short_convolution_backward,
 )
+from sympow.ops.fused.unit_heads import fused_unit_heads, unit_heads_backward
 from sympow.ops.triton import config, context_parallel, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
@@ -105,7 +106,8 @@ def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
         beta, log_g = (torch.empty(1, 1024, 2, requires_grad=True) for _ in range(2))
         out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, 512, False))
         out.backward(torch.empty_like(out))
-    return [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
+    own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
+    return own + [launch for launch in recorded if launch[1].get("reach") is not None]  # the reads of states
 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
@@ -156,13 +158,14 @@ def rotation_launches(key_dim: int) -> list[tuple]:
 
 
 def block_launches() -> list[tuple]:
-    """Forward and backward of the short convolution, of the norm with the gate, of the GELU and of linear maps to a few
-    channels, a step of the convolution, and the losses of logits."""
+    """Forward and backward of the short convolution, of the norm with the gate, of the GELU, of linear maps to a few
+    channels and of queries and keys of norm 1, a step of the convolution, and the losses of logits."""
     with recording() as recorded:
         for dtype in (torch.bfloat16, torch.float32):
             y, weight = torch.empty(1, 2048, 12, 64, dtype=dtype), torch.empty(64)
             fused_gated_norm(y, weight, y.flatten(2), 1e-6)
             gated_norm_backward(y.flatten(2), y, weight, y.flatten(2), 1e-6)
+            unit_heads_backward(y, y[:, :, :4], *fused_unit_heads(y, y[:, :, :4], 1e-6), 1e-6)
             cross_entropy_of_rows(torch.empty(8, 50_304, dtype=dtype), torch.zeros(8, dtype=torch.int64), -100)
             x, weight, bias = torch.empty(1, 2048, 768, dtype=dtype), torch.empty(768, 4), torch.empty(768)
             fused_short_convolution(x, weight, bias, None)

@@ -20,6 +20,14 @@ SMALL = {
     "packed": replace(CASES["packed"], H=1),
     "p 3": DeltaCase(B=1, T=20, H=1, G=1, K=5, V=4, p=3),
 }
+# Rows of several groups of blocks, which other programs connect, and chunks of several groups.
+LONG = {
+    "gate": (DeltaCase(B=2, T=280, H=1, G=1, K=4, V=4, return_state=False), None),
+    "no gate": (DeltaCase(B=1, T=400, H=2, G=1, K=4, V=5, gate=False, state=True), 320),
+    "resets": (DeltaCase(B=1, T=800, H=1, G=1, K=4, V=3, state=True, resets=True), 320),
+    "V 70": (DeltaCase(B=1, T=280, H=1, G=1, K=3, V=70, return_state=False), None),
+    "many groups": (DeltaCase(B=1, T=1090, H=1, G=1, K=3, V=3, resets=True, return_state=False), None),
+}
 LARGE = {
     f"K {k}, {name}": DeltaCase(K=k, V=k, **options)
     for k in (16, 32, 64, 128)
@@ -52,6 +60,14 @@ def test_float32(name, chunk_size):
 def test_half_precision(name, dtype):
     inputs = make_inputs(SMALL[name], dtype=dtype)
     assert_within_budget(run(SMALL[name], inputs, "triton", 64), SMALL[name], inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_groups_of_blocks(name, dtype):
+    case, chunk_size = LONG[name]
+    inputs = make_inputs(case, dtype=dtype)
+    assert_within_budget(run(case, inputs, "triton", chunk_size), case, inputs)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
