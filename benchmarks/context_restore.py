@@ -27,11 +27,11 @@ from sympow.training import load
 CONTINUED = 32  # tokens that are compared for each file
 
 
-def endless(documents, most: int = 1 << 16) -> Iterator[Tensor]:
-    """Yields tokens [1, at most `most`] of the documents, over and over."""
+def endless(documents) -> Iterator[Tensor]:
+    """Yields tokens [1, at most 65,536] of the documents, over and over."""
     while True:
         for document in (documents[i] for i in range(len(documents))):
-            yield from torch.from_numpy(document.astype("int64"))[None].split(most, dim=1)
+            yield from torch.from_numpy(document.astype("int64"))[None].split(65_536, dim=1)
 
 
 def pieces(arrays: Iterator[Tensor], counts: list[int], chunk: int) -> Iterator[Tensor]:

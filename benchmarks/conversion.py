@@ -121,11 +121,11 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int, count: int = 40, batch: int = 8) -> dict:
+def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict:
     """Returns how many keys of five digits a model finds in texts of `length` tokens by greedy decoding.
 
     The keys are at evenly spaced depths. A key counts if all its digits are right."""
-    draw = random.Random(0)
+    count, batch, draw = 40, 8, random.Random(0)
     device, right = model.embedding.weight.device, 0
     filler, question = tokenizer.encode(FILLER * length).tolist(), tokenizer.encode(QUESTION).tolist()
     prompts, answers = [], []

@@ -68,15 +68,15 @@ the stage "predictions" shows the loss that the change of mixers causes.
 """
 
 
-def write_report(results: Path = ROOT / RESULTS, page: Path = PAGE) -> Path:
-    """Writes the page from all files of rows in a folder."""
-    page.write_text(with_stale_lines(report(read_rows(results))))
+def write_report(page: Path = PAGE) -> Path:
+    """Writes the page from all committed rows."""
+    page.write_text(with_stale_lines(report(read_rows())))
     return page
 
 
-def read_rows(results: Path = ROOT / RESULTS) -> list[Row]:
-    """Returns the rows of all files in a folder, those of `sympow passkey` as kind "depths"."""
-    files = sorted(results.glob("*.csv"))
+def read_rows() -> list[Row]:
+    """Returns the rows of all committed files, those of `sympow passkey` as kind "depths"."""
+    files = sorted((ROOT / RESULTS).glob("*.csv"))
     return [{"kind": "depths", **row} for file in files for row in read(file)]
 
 

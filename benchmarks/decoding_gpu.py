@@ -52,11 +52,7 @@ CASES = [
 ]
 CONTEXT = 65536  # tokens of the softmax cache
 PREFIX = 256  # tokens that the state is made of; what a step takes does not depend on it
-BACKENDS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-)
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def tokens(case: Case, count: int, device: str, seed: int) -> list[Tensor]:

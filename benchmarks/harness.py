@@ -37,11 +37,7 @@ def score(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         max_length=options.max_length,
     )  # fmt: skip
     found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=options.tasks,
-        task_manager=tasks,
-        limit=options.limit,
-        bootstrap_iters=0,
+        model=model, tasks=options.tasks, task_manager=tasks, limit=options.limit, bootstrap_iters=0
     )
     if found is None:
         raise RuntimeError("lm-evaluation-harness gave no results: only the first rank has them")

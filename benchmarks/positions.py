@@ -28,7 +28,7 @@ from sympow.data import Batches
 from sympow.layers import power
 from sympow.models import LanguageModel
 from sympow.ops import Rotation, power_attention
-from sympow.ops.rotary import with_positions
+from sympow.ops.fused.rotation import with_positions
 from sympow.training import train
 from sympow.training.step import autocast
 

@@ -61,7 +61,7 @@ def passes() -> Figure:
         "The query pass forms dq from S. The key pass forms dk and dv from dS.",
         "q, k, v, dy",
     )
-    return figure  # fmt: skip
+    return figure
 
 
 def _draw(axis: Any, reverse: bool, first: str, reads: str, state: str, second: str, reads_too: str) -> None:

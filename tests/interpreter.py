@@ -91,8 +91,9 @@ def _make_types_once() -> None:
 
     def binary_op_type_checking_impl(self, a, b, a_ptr=False, b_ptr=False, arithmetic_check=True, div_or_mod=False):
         if not div_or_mod and isinstance(a, tensor) and isinstance(b, tensor):
-            alike = a.type is b.type or (isinstance(a.type, block_type) and isinstance(b.type, block_type)
-                                         and a.type.shape is b.type.shape)  # fmt: skip
+            alike = a.type is b.type or (
+                isinstance(a.type, block_type) and isinstance(b.type, block_type) and a.type.shape is b.type.shape
+            )
             if alike and not a.dtype.is_ptr():
                 return a, b
         return check(self, a, b, a_ptr, b_ptr, arithmetic_check, div_or_mod)

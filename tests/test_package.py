@@ -158,6 +158,21 @@ if settings() != before or not torch.equal(generator, torch.get_rng_state()):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_layer_runs_without_triton():
+    """The files of the fused ops hold their kernels too."""
+    script = """
+import sys
+import torch
+sys.modules["triton"] = None  # an import of it fails
+from sympow.layers import PowerAttention
+layer, x = PowerAttention(16, 2, rotation="data"), torch.randn(1, 9, 16)
+layer(x).sum().backward()
+layer.eval().requires_grad_(False).step(x, layer.init_state(1))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_comes_at_once():
     """Neither torch nor numpy, which take seconds, and no part of sympow but the command line."""
     words = [sys.executable, "-X", "importtime", "-m", "sympow", "--help"]

@@ -30,10 +30,7 @@ def distances(row: Sequence[int]) -> list[int]:
 
 
 def tally(
-    rows: Iterable[Sequence[int]],
-    losses: Iterable[Sequence[float]],
-    counts: Counter[tuple[int, int]],
-    frequent: int,
+    rows: Iterable[Sequence[int]], losses: Iterable[Sequence[float]], counts: Counter[tuple[int, int]], frequent: int
 ) -> dict[str, tuple[int, float]]:
     """Returns the tokens and the summed loss of every slice of rows and of every distance and count of their bigrams.
 

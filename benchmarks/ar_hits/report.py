@@ -390,7 +390,7 @@ def panels(count: int, size: tuple[float, float] = (4, 3.6)) -> tuple[Any, list[
     return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
 
 
-def finish(figure: Any, axes: Sequence[Any], legend: bool = True) -> Any:
+def finish(figure: Any, axes: Sequence[Any]) -> Any:
     """Adds a grid, and one legend for all panels beside them."""
     handles: dict[str, Any] = {}
     for axis in axes:
@@ -398,6 +398,5 @@ def finish(figure: Any, axes: Sequence[Any], legend: bool = True) -> Any:
         axis.set_axisbelow(True)
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    if legend:
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
     return figure

@@ -126,13 +126,7 @@ def run_read(options: argparse.Namespace) -> int | None:
     check_writable(options.out, replaced=True)
     run = load(options.run, resolve_device(options.device), dtype_of(options.weights_dtype))
     done = read_text(
-        run,
-        options.text,
-        out,
-        before=options.context,
-        dtype=options.dtype,
-        chunk=options.chunk,
-        quiet=options.quiet,
+        run, options.text, out, before=options.context, dtype=options.dtype, chunk=options.chunk, quiet=options.quiet
     )
     if done.stopped_by:
         print(f"stopped by {done.stopped_by} after {done.tokens:,} tokens; the same command continues")

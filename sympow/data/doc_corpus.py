@@ -7,10 +7,10 @@ holds the small directories below. `manuals.py` tells what of a package is read.
 A page is left out if at least half of its text, in lines of 40 characters or more, occurs in earlier pages. Such pages
 are other versions of a manual, or other forms of the same page. Packages are read in the order of their names.
 
-The packages are listed in `doc_packages.py`. Packages whose names differ in digits only are held out together or
-trained on together. They are taken in the order of a hash of their names, if they still fit, until 5% of the text is
-held out. `packages.jsonl` in the corpus contains every package's version, licences, a hash of its pages, and the number
-of its pages in the corpus.
+`PACKAGES`, at the end of this file, lists the packages. Packages whose names differ in digits only are held out
+together or trained on together. They are taken in the order of a hash of their names, if they still fit, until 5% of
+the text is held out. `packages.jsonl` in the corpus contains every package's version, licences, a hash of its pages,
+and the number of its pages in the corpus.
 """
 
 from __future__ import annotations
@@ -25,16 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sympow.data.corpus_folder import (
-    ROW_TOKENS,
-    VOCAB_SIZE,
-    SourceDocument,
-    choose_held_out,
-    join_small,
-    write_corpus,
-)
+from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE, SourceDocument, choose_held_out, join_small, write_corpus
 from sympow.data.debian_package import fetch_package
-from sympow.data.doc_packages import PACKAGES
 from sympow.data.manuals import Manuals, read_manuals
 from sympow.data.tokens import Tokenizer
 from sympow.files import digest, write_text
@@ -207,3 +199,43 @@ def _is_new(text: str, seen: set[bytes]) -> bool:
         return False
     seen.update(long)
     return True
+
+
+# Those of Debian 12.
+PACKAGES = (
+    "abinit-doc", "ada-reference-manual-2012", "alpine-doc", "anarchism", "ant-doc", "aodh-doc", "apache2-doc",
+    "apt-doc", "aptitude-doc-en", "autoconf-doc", "bacula-doc", "barbican-doc", "bash-doc", "bind9-doc", "buildbot-doc",
+    "ceilometer-doc", "cinder-doc", "clang-14-doc", "clisp-doc", "cmake-doc", "corosync-doc", "courier-doc",
+    "cppreference-doc-en-html", "csound-doc", "cyrus-doc", "cython-doc", "dar-docs", "db5.3-doc", "debian-edu-doc-en",
+    "debian-faq", "debian-handbook", "debian-history", "debian-policy", "debian-reference-en", "debmake-doc",
+    "derby-doc", "designate-doc", "developers-reference", "docbook-xsl-doc-html", "docker-doc", "docutils-doc",
+    "dolfin-doc", "dpdk-doc", "drbd-doc", "efl-doc", "erlang-doc", "exim4-doc-html", "fai-doc", "festival-doc",
+    "ffmpeg-doc", "firebird3.0-doc", "fltk1.3-doc", "fop-doc", "fp-docs-3.2.2", "freedombox-doc-en", "freefem-doc",
+    "ganeti-doc", "gap-doc", "geographiclib-doc", "ghc-doc", "giac-doc", "gimp-help-en", "git-doc", "glance-doc",
+    "gnumed-doc", "gnuplot-doc", "gradle-doc", "graphviz-doc", "grass-doc", "gretl-doc", "groonga-doc", "groovy-doc",
+    "haproxy-doc", "harden-doc", "heat-doc", "icinga2-doc", "imagemagick-6-doc", "installation-guide-amd64",
+    "ironic-doc", "jython-doc", "kannel-docs", "keystone-doc", "kicad-doc-en", "krb5-doc", "lazarus-doc-2.2",
+    "libboost1.81-doc", "libeigen3-doc", "libglib2.0-doc", "libgtk-3-doc", "libgtk-4-doc", "libreoffice-help-en-us",
+    "libsdl2-doc", "libsvn-doc", "libvirt-doc", "lighttpd-doc", "lilypond-doc-html", "linux-doc-6.1",
+    "live-manual-html", "live-manual-txt", "llvm-14-doc", "mailman3-doc", "maint-guide", "manila-doc", "mapserver-doc",
+    "maxima-doc", "menhir-doc", "murano-doc", "neutron-doc", "ngspice-doc", "nodejs-doc", "nova-doc", "ns3-doc",
+    "numba-doc", "octave-doc", "octavia-doc", "openafs-doc", "opencv-doc", "openjdk-17-doc", "openmpi-doc",
+    "openscap-doc", "openvswitch-doc", "orthanc-doc", "pacemaker-doc", "petsc3.18-doc", "pike8.0-doc", "plplot-doc",
+    "postfix-doc", "postgis-doc", "postgresql-doc-15", "povray-doc", "privoxy", "puredata-doc", "pypy3-doc",
+    "python-aiohttp-doc", "python-ase-doc", "python-astropy-doc", "python-babel-doc", "python-biopython-doc",
+    "python-brian-doc", "python-celery-doc", "python-cogent-doc", "python-cryptography-doc", "python-dask-doc",
+    "python-dipy-doc", "python-django-doc", "python-eventlet-doc", "python-flask-doc", "python-gevent-doc",
+    "python-greenlet-doc", "python-h5py-doc", "python-hypothesis-doc", "python-ipython-doc", "python-jinja2-doc",
+    "python-kombu-doc", "python-lxml-doc", "python-mpmath-doc", "python-nibabel-doc", "python-nipype-doc",
+    "python-notebook-doc", "python-openstackclient-doc", "python-pandas-doc", "python-pil-doc", "python-psycopg2-doc",
+    "python-pyfai-doc", "python-pygments-doc", "python-pymatgen-doc", "python-pymongo-doc", "python-pyqtgraph-doc",
+    "python-pyside2-doc", "python-pytest-doc", "python-qutip-doc", "python-reportlab-doc", "python-scipy-doc",
+    "python-setuptools-doc", "python-sfepy-doc", "python-sip-doc", "python-skbio-doc", "python-skimage-doc",
+    "python-sklearn-doc", "python-sqlalchemy-doc", "python-statsmodels-doc", "python-sympy-doc", "python-tables-doc",
+    "python-tornado-doc", "python-werkzeug-doc", "python-xarray-doc", "python-xraylarch-doc", "python3.11-doc",
+    "qtbase5-doc-html", "qtdeclarative5-doc-html", "r-doc-html", "racket-doc", "rdkit-doc", "rheolef-doc", "rust-doc",
+    "sagemath-doc", "sahara-doc", "sasview-doc", "sbcl-doc", "sendmail-doc", "senlin-doc", "shorewall-doc",
+    "singular-doc", "slurm-wlm-doc", "smlnj-doc", "speech-tools-doc", "sphinx-doc", "sqlite3-doc", "sumo-doc",
+    "swi-prolog-doc", "swift-doc", "systemtap-doc", "tomcat10-docs", "trove-doc", "twisted-doc", "uima-doc",
+    "varnish-doc", "vim-doc", "watcher-doc", "wx3.2-doc", "zsh-doc",
+)  # fmt: skip

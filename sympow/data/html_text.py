@@ -103,11 +103,7 @@ class _Reader(HTMLParser):
         if self._main is not None:
             blocks = blocks[self._main[1] : self._main[2]]
         return Page(
-            _joined(blocks),
-            tuple(self._links),
-            self._relations.get("next"),
-            self._relations.get("up"),
-            self._language,
+            _joined(blocks), tuple(self._links), self._relations.get("next"), self._relations.get("up"), self._language
         )
 
     def updatepos(self, i: int, j: int) -> int:  # counts no lines, which would take a seventh of the time

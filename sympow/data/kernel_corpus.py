@@ -22,14 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sympow.data.corpus_folder import (
-    ROW_TOKENS,
-    VOCAB_SIZE,
-    SourceDocument,
-    choose_held_out,
-    join_small,
-    write_corpus,
-)
+from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE, SourceDocument, choose_held_out, join_small, write_corpus
 from sympow.data.debian_package import fetch_package
 from sympow.data.source_tree import read_files
 from sympow.data.text import headed_text, looks_binary

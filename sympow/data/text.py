@@ -251,8 +251,9 @@ def headed_text(name: str, text: str) -> str:
 def _single_file(path: Path, group: str, suffixes: Sequence[str], text_field: str) -> TextFile:
     """Returns a corpus of one file. Raises ValueError for one that would be left out of a folder."""
     if suffixes and not path.name.endswith(tuple(suffixes)):
-        raise ValueError(f"text corpus {path} is a file that does not end in {', '.join(suffixes)}; "
-                         "data.suffixes names other files")  # fmt: skip
+        raise ValueError(
+            f"text corpus {path} is a file that does not end in {', '.join(suffixes)}; data.suffixes names other files"
+        )
     if group == "folder":
         raise ValueError(f"text corpus {path} is a file; data.group={group} needs a folder of text")
     file, reason = classify(path, path.name, suffixes, text_field)

@@ -207,8 +207,9 @@ def describe(left_out: dict[str, list[str]]) -> str:
     parts = []
     for reason, names in sorted(left_out.items()):
         ends = Counter(os.path.splitext(name)[1] for name in names)
-        shown = sorted(names)[:3] + ([f"... {', '.join(f'{n} {end}' for end, n in ends.most_common(3) if end)}"]
-                                     if len(names) > 3 else [])  # fmt: skip
+        shown = sorted(names)[:3] + (
+            [f"... {', '.join(f'{n} {end}' for end, n in ends.most_common(3) if end)}"] if len(names) > 3 else []
+        )
         parts.append(f"{len(names):,} {reason} ({', '.join(shown)})")
     return ", ".join(parts)
 

@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sympow.ops.cost import (
-    ModelShape,
-    format_bytes,
-    format_ratio,
-    power_state,
-    softmax_state,
-    weight_state_flop_ratio,
-)
+from sympow.ops.cost import ModelShape, format_bytes, format_ratio, power_state, softmax_state, weight_state_flop_ratio
 from sympow.ops.feature_map import spow_dim, tpow_dim
 
 POWERS = (2, 3, 4, 5, 6, 8)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sympow.layers.base import Mixer, own_weight
-from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.parallel_branch import parallel_branch
+from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import kept

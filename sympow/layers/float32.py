@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sympow.layers.initial import draw_normal
 from sympow.ops.availability import concatenated
-from sympow.ops.fused.float32_linear import product_float32
+from sympow.ops.fused.float32_linear import float32_linear
 
 
 class Float32Linear(nn.Module):
@@ -47,7 +47,7 @@ class Float32Linear(nn.Module):
 
 def linear_float32(linear: nn.Linear | Float32Linear, x: Tensor) -> Tensor:
     """Returns linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    return product_float32(x, linear.weight, linear.bias)
+    return float32_linear(x, linear.weight, linear.bias)
 
 
 def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> 
         return tuple(linear_float32(linear, x) for linear in linears)
     weight = concatenated([linear.weight for linear in linears])
     biases = [x.new_zeros(len(n.weight), dtype=n.weight.dtype) if n.bias is None else n.bias for n in linears]
-    return product_float32(x, weight, concatenated(biases)).split([len(n.weight) for n in linears], -1)
+    return float32_linear(x, weight, concatenated(biases)).split([len(n.weight) for n in linears], -1)
 
 
 def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:

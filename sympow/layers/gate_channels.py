@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.running_sums import running_sums
 from sympow.ops.availability import concatenated
+from sympow.ops.running_sums import sums_so_far
 
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.
@@ -110,7 +110,7 @@ class _Gated(torch.autograd.Function):
         ctx.sizes = key_dim, scale, -(-time // (restarts + 1)), log_g.dtype
         from_there = _ONE * (_steps(ctx, time, q) >= torch.arange(1, restarts + 1, device=q.device))
         constant = concatenated([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
-        parts = _parts(running_sums(log_g), scale, k.dtype)
+        parts = _parts(sums_so_far(log_g), scale, k.dtype)
         row = torch.full_like(parts[..., :1], _ONE)
         keys = F.pad(concatenated([k, parts, row], dim=-1), (0, restarts))
         return concatenated([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
@@ -127,7 +127,7 @@ class _Gated(torch.autograd.Function):
         later = (step < torch.arange(1, dk.shape[-1] - row, device=dk.device))[:, None]  # tokens before each restart
         anew = torch.where(later, dk[..., row + 1 :], 0).sum(1, dtype=torch.float64)  # [B, G, restarts]
         # Sums from every token to the end, and to the next restart.
-        net = F.pad(running_sums((rows - columns).flip(1)).flip(1), (0, 0, 0, 1))
+        net = F.pad(sums_so_far((rows - columns).flip(1)).flip(1), (0, 0, 0, 1))
         ends = (torch.arange(1, anew.shape[-1] + 2, device=dk.device) * length).clamp(max=time)
         after = F.pad(anew.transpose(1, 2), (0, 0, 0, 1)) - net[:, ends]
         dlog_g = (net[:, :-1] + after[:, step[:, 0]]) * unit

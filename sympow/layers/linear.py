@@ -15,12 +15,12 @@ from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import any_weight
 from sympow.layers.documents import per_document
 from sympow.layers.power import check_form, continue_power, initial_memory, memory_size, try_power
-from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.running_sums import sums_so_far
 
 FEATURE_MAPS = ("identity", "elu+1", "taylor")
 
@@ -172,7 +172,7 @@ def _taylor_features(x: Tensor) -> Tensor:
 
 def _running_sum(k: Tensor) -> Tensor:
     """Returns the sum of k [B, T, G, K] up to every token, in float32 at least."""
-    sums = running_sums(k.flatten(2)).unflatten(2, k.shape[2:])
+    sums = sums_so_far(k.flatten(2)).unflatten(2, k.shape[2:])
     return sums.to(torch.promote_types(k.dtype, torch.float32))
 
 

@@ -67,12 +67,7 @@ MIXERS = MixerTable(
 )
 # From flash-linear-attention: they need the extra `fla` and a GPU.
 FLA_MIXERS = MixerTable(
-    {
-        "gla": "fla:GLA",
-        "delta_net": "fla:DeltaNet",
-        "gated_delta_net": "fla:GatedDeltaNet",
-        "mamba2": "fla:Mamba2",
-    }
+    {"gla": "fla:GLA", "delta_net": "fla:DeltaNet", "gated_delta_net": "fla:GatedDeltaNet", "mamba2": "fla:Mamba2"}
 )
 
 _TRUSTED: ContextVar[bool] = ContextVar("sympow_trusted", default=False)

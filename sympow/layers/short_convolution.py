@@ -1,19 +1,119 @@
-"""A short causal convolution, every channel by itself: a mixer alone, or in front of another one."""
+"""A short causal convolution, every channel by itself: the module, and a mixer alone or in front of another one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from sympow.layers.base import Mixer
-from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.base import Mixer, state_options
+from sympow.layers.initial import draw_uniform
 from sympow.layers.registry import make_mixer
-from sympow.layers.state import After
+from sympow.layers.state import After, MixerState
+from sympow.ops.availability import concatenated
+from sympow.ops.context_parallel import previous_tokens
 from sympow.ops.cost import convolution_flops
+from sympow.ops.fused.short_convolution import short_convolution, short_convolution_step
+
+_FEW = 16  # tokens
+
+
+class DepthwiseConvolution(nn.Module):
+    """Computes y_t = b + sum over s < k of w_s x_{t-s}, channel by channel.
+
+    Args:
+        channels: C.
+        width: k, the tokens seen, the token itself included.
+        identity: start near the identity: 1 is added to the token's own weight, and the bias is 0.
+        bias: whether there is a b; without it b is 0.
+
+    `weight` is [C, k], and its last tap belongs to the token itself. The weight and the bias [C] are drawn as in
+    torch's convolutions, uniformly within 1 / sqrt(k).
+    """
+
+    def __init__(self, channels: int, width: int, *, identity: bool = False, bias: bool = True):
+        super().__init__()
+        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+            raise ValueError(f"width must be an integer of at least 1; got {width!r}")
+        self.width, self.identity = width, identity
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws taps and biases within 1 / sqrt(width); with `identity` the last tap is 1 more."""
+        bound = 1 / sqrt(self.width)
+        draw_uniform(self.weight, -bound, bound, generator)
+        if self.identity:
+            self.weight[:, -1] += 1
+        if self.bias is None:
+            return
+        if self.identity:
+            self.bias.zero_()
+        else:
+            draw_uniform(self.bias, -bound, bound, generator)
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, context_group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """Convolves x [B, T, C], as if zeros preceded the first token of each document of `cu_seqlens`.
+
+        With `context_group` x is this rank's part of a row, and the tokens before it come from the rank before.
+        """
+        past = None if context_group is None else previous_tokens(x, self.width - 1, context_group)
+        return short_convolution(x, self.weight, self._offset(), past=past, cu_seqlens=cu_seqlens)
+
+    def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+        """Returns the k - 1 inputs before the first token, zeros [B, k - 1, C]."""
+        shape = (batch_size, self.width - 1, self.weight.shape[0])
+        return torch.zeros(shape, **state_options(self.weight, device, dtype))
+
+    def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs.
+
+        If gradients are off, the method may write these inputs into `past`.
+        """
+        if x.shape[1] <= _FEW and not torch.is_grad_enabled():
+            return short_convolution_step(x, past, self.weight, self._offset()), past
+        y = short_convolution(x, self.weight, self._offset(), past=past)
+        return y, _last(x, past, x.shape[1])
+
+    def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
+        """Maps as `step` does; after(n) of the second result is the state after n tokens, see `Mixer.try_step`."""
+        return self.step(x, past.clone())[0], lambda n: _last(x, past, n)
+
+    def _offset(self) -> Tensor:
+        return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
+
+    def state_size(self) -> int:
+        """Returns the number of elements of the state of one sequence: the last width - 1 inputs."""
+        return self.weight.shape[0] * (self.width - 1)
+
+    def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
+        return f"channels={self.weight.shape[0]}, width={self.width}"
+
+
+def _last(x: Tensor, past: Tensor, count: int) -> Tensor:
+    """Copies the last k - 1 inputs [B, k - 1, C] of `past` [B, k - 1, C] and the first `count` tokens of x."""
+    kept = past.shape[1]
+    first = x[:, max(count - kept, 0) : count].to(past.dtype)
+    return concatenated([past[:, min(count, kept) :], first], dim=1)
+
+
+@dataclass
+class ShortConvolutionState(MixerState):
+    """Holds the last k - 1 inputs [B, k - 1, d], and the state of the mixer after the convolution."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
+
+    past: Tensor
+    behind: MixerState | None
 
 
 class ShortConvolution(Mixer):

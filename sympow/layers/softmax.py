@@ -17,11 +17,11 @@ from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
-from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops.availability import concatenated, without_autocast
 from sympow.ops.checks import check_float64
 from sympow.ops.cost import softmax_flops
+from sympow.ops.running_sums import sums_so_far
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 MASK_ELEMENTS = 1 << 23
@@ -130,7 +130,7 @@ class SoftmaxAttention(AttentionMixer):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
         log_g = limited(F.logsigmoid(gate(x)))
-        sums = running_sums(log_g, state.log_sum)
+        sums = sums_so_far(log_g, state.log_sum)
         dtype = state.cache.k.dtype
         q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))

@@ -97,8 +97,9 @@ def fitted(state: Any, like: Any) -> Any:
         raise ValueError(f"expected {type(like).__name__}, got {type(state).__name__}")
     if isinstance(like, list | tuple):
         return type(like)(fitted(*pair) for pair in zip(state, like, strict=True))
-    return type(like)(**{entry.name: fitted(getattr(state, entry.name), getattr(like, entry.name))
-                         for entry in fields(like)})  # fmt: skip
+    return type(like)(
+        **{entry.name: fitted(getattr(state, entry.name), getattr(like, entry.name)) for entry in fields(like)}
+    )
 
 
 def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept: bool = False) -> Any:

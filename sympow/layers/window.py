@@ -35,13 +35,7 @@ class WindowMixer(AttentionMixer):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        *,
-        window: int,
-        rotation: str = "fixed",
-        **heads: Unpack[HeadOptions],
+        self, d_model: int, n_heads: int, *, window: int, rotation: str = "fixed", **heads: Unpack[HeadOptions]
     ):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         if not isinstance(window, int) or window < 1:

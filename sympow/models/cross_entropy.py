@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
 from sympow.ops.first_order import first_order
+from sympow.ops.fused.cross_entropy import cross_entropy_of_rows
 
 IGNORE = -100
 """Targets of this value have no loss."""
@@ -101,8 +102,6 @@ def cross_entropy_sum(
         cross_entropy: the module that computes the losses of a slice where there is no kernel for that.
     """
     if has_kernels(hidden.device, autocast_dtype(hidden) or hidden.dtype):
-        from sympow.ops.fused.cross_entropy_kernels import cross_entropy_of_rows
-
         return _sliced_sum(
             hidden, weight, rows, lambda logits, here: cross_entropy_of_rows(logits, targets[here], IGNORE)
         )

@@ -21,10 +21,7 @@ _POWER = MixerConfig("power")
 
 
 def preset(
-    name: str,
-    vocab_size: int = 50_257,
-    mixers: Sequence[MixerConfig] | MixerConfig = _POWER,
-    body: Body = "gpt2",
+    name: str, vocab_size: int = 50_257, mixers: Sequence[MixerConfig] | MixerConfig = _POWER, body: Body = "gpt2"
 ) -> ModelConfig:
     """Returns the config of a shape of `PRESETS` with a vocabulary, mixers and a body.
 

@@ -36,12 +36,7 @@ def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup
 
 
 def exclusive_scan_of_message(
-    message: Tensor,
-    log_decay: Tensor | None,
-    widths: Sequence[int],
-    group: dist.ProcessGroup,
-    *,
-    reverse: bool = False,
+    message: Tensor, log_decay: Tensor | None, widths: Sequence[int], group: dist.ProcessGroup, *, reverse: bool = False
 ) -> Tensor:
     """Scans tensors [N, width] of several widths, one after the other in a flat message.
 

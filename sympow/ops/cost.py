@@ -102,13 +102,7 @@ def least_power_flops(
 
 
 def softmax_flops(
-    time: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    window: int | None = None,
-    heads: int = 1,
-    backward: bool = False,
+    time: int, key_dim: int, value_dim: int, *, window: int | None = None, heads: int = 1, backward: bool = False
 ) -> int:
     """Counts the FLOPs of causal softmax attention over one sequence; of the last `window` tokens if given.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sympow.ops import eager
 from sympow.ops.delta_types import DeltaBackend, DeltaGradients, DeltaOptions
-from sympow.ops.eager_chunks import Options
+from sympow.ops.eager import Options
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.gate_sums import gate_sums, joined
 from sympow.ops.monomials import Basis, Features, basis

@@ -14,7 +14,7 @@ from torch import Tensor
 from sympow.ops import delta_solve, eager
 from sympow.ops.availability import without_autocast
 from sympow.ops.delta_types import DeltaOptions
-from sympow.ops.eager_chunks import Options
+from sympow.ops.eager import Options
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.runtime.operator import ALL_DEVICES, operator
 from sympow.ops.types import PowerState

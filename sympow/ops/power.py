@@ -13,8 +13,8 @@ from sympow.ops.availability import NO_TRITON, has_kernels, is_exporting, refusa
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
+from sympow.ops.fused.rotation import with_positions, with_positions_twice
 from sympow.ops.packed import borders, check_borders, empty, of_no_tokens, packed
-from sympow.ops.rotary import with_positions, with_positions_twice
 from sympow.ops.types import PowerOutput, PowerState, Rotation
 
 State = TypeVar("State", bound=PowerState | DecodingState)

@@ -148,11 +148,7 @@ class Submitted:
     """
 
     def __init__(
-        self,
-        worker: Worker[Any],
-        submit: Callable[[Worker[Any], int], Any],
-        jobs: list[Any],
-        presence: Presence | None,
+        self, worker: Worker[Any], submit: Callable[[Worker[Any], int], Any], jobs: list[Any], presence: Presence | None
     ):
         self._worker, self._submit, self._jobs, self._presence = worker, submit, jobs, presence
         self._records, self._ended = Records(worker.folder), set[int]()

@@ -1,12 +1,6 @@
 """Training: the configuration of a run, the training loop, and checkpoints from which a run continues exactly."""
 
-from sympow.training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    latest,
-    load_checkpoint,
-    save_checkpoint,
-)
+from sympow.training.checkpoint import Checkpoint, CheckpointError, latest, load_checkpoint, save_checkpoint
 from sympow.training.config import DistillationConfig, ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.loop import Objective
 from sympow.training.metrics import read_metrics

@@ -60,10 +60,7 @@ def _apply(value: Any, kind: Any, change: Any, path: str) -> Any:
             items[int(name)] = _apply(items[int(name)], type(items[int(name)]), part, prefix + name)
         return tuple(items)
     if isinstance(value, dict):
-        return {
-            **value,
-            **{name: _apply(value.get(name), Any, part, prefix + name) for name, part in change.items()},
-        }
+        return {**value, **{name: _apply(value.get(name), Any, part, prefix + name) for name, part in change.items()}}
     raise ValueError(f"{path} is a single value; it has no field {next(iter(change))!r}")
 
 

@@ -219,8 +219,7 @@ def _check_tokenizer(data: DataConfig, own: Tokenizer | None, of: str) -> None:
     if own is None:
         return
     if data.vocab_size not in (None, own.vocab_size):
-        raise ValueError(f"data.vocab_size = {data.vocab_size}, but the tokenizer of {of} has "
-                         f"{own.vocab_size} tokens")  # fmt: skip
+        raise ValueError(f"data.vocab_size = {data.vocab_size}, but the tokenizer of {of} has {own.vocab_size} tokens")
     if data.tokenizer in ("bpe", "none"):
         return
     other = ByteTokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)

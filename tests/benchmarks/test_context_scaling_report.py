@@ -237,8 +237,7 @@ def test_sentences_of_the_page_follow_from_the_rows():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [(["show", "bars_4096"], "| 4,096 tokens | p = 2, 0.002 | 3.017 "), (["claims"], "| one run |")],
+    ("words", "told"), [(["show", "bars_4096"], "| 4,096 tokens | p = 2, 0.002 | 3.017 "), (["claims"], "| one run |")]
 )
 def test_results_are_printed(monkeypatch, capsys, words, told):
     monkeypatch.setattr(sys, "argv", ["context_scaling", *words])

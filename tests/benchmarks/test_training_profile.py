@@ -17,10 +17,7 @@ def test_kernels_are_summed_by_name_and_overlaps_count_once():
         event("a", 6000, 9000), event("b", 1000, 1500), event("a", 0, 2000), event("b", 1900, 4000),
     ]  # fmt: skip
     rows, busy, span = kernels(events, 2)
-    assert rows == [
-        {"kernel": "a", "launches": 1.0, "ms": 2.5},
-        {"kernel": "b", "launches": 1.0, "ms": 1.3},
-    ]
+    assert rows == [{"kernel": "a", "launches": 1.0, "ms": 2.5}, {"kernel": "b", "launches": 1.0, "ms": 1.3}]
     assert (busy, span) == (3.5, 4.5)
 
 

@@ -15,8 +15,7 @@ def numbered(lengths: list[int]) -> TokenCorpus:
     """A corpus in which every token is different, so that each can be traced."""
     starts = np.cumsum([0, *lengths])
     return TokenCorpus.from_documents(
-        [np.arange(start, start + n) for start, n in zip(starts, lengths, strict=False)],
-        max(int(starts[-1]), 1),
+        [np.arange(start, start + n) for start, n in zip(starts, lengths, strict=False)], max(int(starts[-1]), 1)
     )
 
 

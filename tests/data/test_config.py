@@ -32,19 +32,11 @@ def test_unknown_fields_are_refused_by_name():
     ("values", "error", "message"),
     [
         ({"kind": "web"}, ValueError, "data kind must be one of stdlib, text, zarr, tokens, got 'web'"),
-        (
-            {"kind": "text", "path": "a", "group": "tree"},
-            ValueError,
-            "data group must be one of file, folder",
-        ),
+        ({"kind": "text", "path": "a", "group": "tree"}, ValueError, "data group must be one of file, folder"),
         ({"kind": "text"}, ValueError, "data kind 'text' needs a path"),
         ({"path": "a"}, ValueError, "data path does not apply to kind 'stdlib', got 'a'"),
         ({"group": "folder"}, ValueError, "data group does not apply to kind 'stdlib'"),
-        (
-            {"storage_options": {"token": "anon"}},
-            ValueError,
-            "storage_options does not apply to kind 'stdlib'",
-        ),
+        ({"storage_options": {"token": "anon"}}, ValueError, "storage_options does not apply to kind 'stdlib'"),
         ({"kind": "text", "path": "a", "suffixes": ["py"]}, ValueError, "suffixes must be .* dot, got .'py'"),
         ({"held_out": 0}, ValueError, "data held_out must be above 0 and below 1, got 0"),
         ({"held_out": 1.0}, ValueError, "data held_out must be above 0 and below 1, got 1.0"),

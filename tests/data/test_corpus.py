@@ -44,11 +44,7 @@ def test_fingerprint_changes_with_content_borders_order_and_vocabulary():
     ("documents", "error", "message"),
     [
         ([np.array([1, 7])], ValueError, "document 0 holds token 7, outside the vocabulary of 7"),
-        (
-            [np.array([1]), np.array([-1])],
-            ValueError,
-            "document 1 holds token -1, outside the vocabulary of 7",
-        ),
+        ([np.array([1]), np.array([-1])], ValueError, "document 1 holds token -1, outside the vocabulary of 7"),
         ([np.array([0.5])], TypeError, "document 0 must be 1-D integers, got 1-D float64"),
         ([np.array([[1]])], TypeError, "document 0 must be 1-D integers, got 2-D int64"),
         ([], ValueError, "a corpus needs tokens, got 0 documents without any"),

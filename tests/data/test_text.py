@@ -36,13 +36,7 @@ def read(documents) -> dict[str, str]:
 def folder(tmp_path):
     return write(
         tmp_path / "corpus",
-        {
-            "b.txt": "bee",
-            "a/one.md": "one\n",
-            "a/two.txt": "two",
-            "a/deep/x.txt": "x\n",
-            ".git/config": "hidden",
-        }
+        {"b.txt": "bee", "a/one.md": "one\n", "a/two.txt": "two", "a/deep/x.txt": "x\n", ".git/config": "hidden"}
         | {"a/.hidden": "hidden", "a/image.txt": b"PNG\0\1", "a/latin.txt": b"caf\xe9"},
     )
 
@@ -97,18 +91,8 @@ def test_stdlib_layouts(tmp_path, monkeypatch):
     """As Debian, pyenv and macOS lay it out: packages installed beside it, tests and tables stay out."""
     write(
         tmp_path,
-        {
-            "abc.py": "abc\n",
-            "asyncio/__init__.py": "init\n",
-            "asyncio/base_events.py": "base\n",
-            "json/tool.py": "t\n",
-        }
-        | {
-            "idlelib/run.py": "run\n",
-            "idlelib/idle_test/a.py": "no",
-            "unittest/test/a.py": "no",
-            "test/a.py": "no",
-        }
+        {"abc.py": "abc\n", "asyncio/__init__.py": "init\n", "asyncio/base_events.py": "base\n", "json/tool.py": "t\n"}
+        | {"idlelib/run.py": "run\n", "idlelib/idle_test/a.py": "no", "unittest/test/a.py": "no", "test/a.py": "no"}
         | {"site-packages/torch/a.py": "no", "dist-packages/a.py": "no", "lib-dynload/a.so": b"\0"}
         | {"__pycache__/abc.py": "no", "config-3.11-darwin/a.py": "no", "_sysconfigdata__linux_.py": "no"}
         | {"encodings/cp037.py": "no", "pydoc_data/topics.py": "no", "LICENSE.txt": "no", "mine.py": "no"},

@@ -104,10 +104,7 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
     special = {"id": 300, "content": "<|endoftext|>", "special": True, "single_word": False}
     special |= {"lstrip": False, "rstrip": False, "normalized": False}
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    single = [
-        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ]
+    single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     template = {"type": "TemplateProcessing", "single": single, "pair": single + single[1:]}
     template["special_tokens"] = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [300], "tokens": ["<|endoftext|>"]}}
     content = spec(truncation=truncation, added_tokens=[special], post_processor=template)

@@ -18,11 +18,7 @@ TOKENS = np.random.default_rng(0).integers(0, 50257, (5, 64), dtype=np.uint16)
 def store(url: str, tokens: np.ndarray = TOKENS, zarr_format: int = 2, **options) -> str:
     """As LongCrawl64: zarr format 2, a chunk a document."""
     zarr.create_array(
-        url.removeprefix("file://"),
-        data=tokens,
-        chunks=(1, *tokens.shape[1:]),
-        zarr_format=zarr_format,
-        **options,
+        url.removeprefix("file://"), data=tokens, chunks=(1, *tokens.shape[1:]), zarr_format=zarr_format, **options
     )
     return url
 

@@ -32,10 +32,7 @@ CASES = {
     "llama": {"body": "llama", "n_kv_heads": 2},
     "rwkv7 body": {"body": "rwkv7"},
     "rwkv7 body of rwkv7": {"body": "rwkv7", "mixers": (MixerConfig("rwkv7"),)},
-    "hybrid": {
-        "mixers": (POWER, MixerConfig("window", {"window": 5}), MixerConfig("softmax")),
-        "n_layers": 3,
-    },
+    "hybrid": {"mixers": (POWER, MixerConfig("window", {"window": 5}), MixerConfig("softmax")), "n_layers": 3},
     "rwkv7 body of windows": {"body": "rwkv7", "mixers": (MixerConfig("window", {"window": 5}),)},
     "untied": {"tie_embeddings": False},
     "learned selection": {"mixers": (MixerConfig("selection", {"selection": "learned", "top_k": 3}),)},

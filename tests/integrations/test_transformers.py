@@ -596,19 +596,11 @@ def test_device_map(tmp_path, tokens):
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        (
-            {"past_key_values": DynamicCache()},
-            TypeError,
-            "must be a SympowCache, which generate makes; got Dyn",
-        ),
+        ({"past_key_values": DynamicCache()}, TypeError, "must be a SympowCache, which generate makes; got Dyn"),
         ({"past_key_values": SympowCache(5)}, TypeError, "past_key_values is of 5 blocks; the model has 3"),
         ({"past_key_values": SympowCache(3), "use_cache": False}, ValueError, "the states would be lost"),
         ({"inputs_embeds": torch.zeros(4, 21, 32)}, ValueError, "give one of input_ids and inputs_embeds"),
-        (
-            {"attention_mask": torch.ones(4, 20)},
-            ValueError,
-            r"must be \[B = 4, at least T = 21\]; got \[4, 20\]",
-        ),
+        ({"attention_mask": torch.ones(4, 20)}, ValueError, r"must be \[B = 4, at least T = 21\]; got \[4, 20\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 21])}, ValueError, "computed without a cache"),
     ],
 )

@@ -29,13 +29,7 @@ def run(request, tmp_path):
     tokenizer = tokenizers.get(request.param)
     vocab = 300 if tokenizer is None else tokenizer.vocab_size
     model = ModelConfig(
-        vocab,
-        32,
-        3,
-        4,
-        (MixerConfig("power"), MixerConfig("softmax")),
-        body="llama",
-        tie_embeddings=tokenizer is None,
+        vocab, 32, 3, 4, (MixerConfig("power"), MixerConfig("softmax")), body="llama", tie_embeddings=tokenizer is None
     )
     data = {"kind": "zarr", "path": "somewhere", "vocab_size": vocab} if tokenizer is None else {}
     data = DataConfig(tokenizer=request.param, **data)

@@ -398,7 +398,7 @@ REFUSED = {
         ({"intermediate_size": 150}, "has intermediate_size = 150; the gpt2 body needs a multiple of 40"),
         ({"intermediate_size": 80}, r"mlp.c_fc.weight has the shape \[160, 40\], expected \[80, 40\]"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("kind", "changes", "line"), [(kind, *case) for kind in KINDS for case in REFUSED[kind]])

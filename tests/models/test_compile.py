@@ -14,11 +14,7 @@ triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 
 @pytest.mark.parametrize(
     ("body", "rotation", "chunk_size", "recompute"),
-    [
-        ("gpt2", "data", None, True),
-        ("llama", "fixed", 16, False),
-        ("rwkv7", "data", 16, False),
-    ],
+    [("gpt2", "data", None, True), ("llama", "fixed", 16, False), ("rwkv7", "data", 16, False)],
 )
 def test_each_part_is_one_graph(monkeypatch, body, rotation, chunk_size, recompute):
     if DEVICE == "cpu":  # in Triton's interpreter, of which the compiler cannot see whether it is on

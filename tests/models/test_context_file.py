@@ -36,14 +36,8 @@ CASES = {
     "linear": ("gpt2", [MixerConfig("linear", {"feature_map": "elu+1"}), MixerConfig("retnet")]),
     "selection": ("gpt2", [RANDOM, REPEATS]),
     "blocked": ("gpt2", [MixerConfig("blocked_window", {"window": 8})]),
-    "convolutions": (
-        "gpt2",
-        [MixerConfig("hyena", {"max_length": 9}), MixerConfig("base_conv", {"max_length": 64})],
-    ),
-    "state-space": (
-        "gpt2",
-        [MixerConfig("h3", {"state_dim": 8}), MixerConfig("liquid_s4", {"state_dim": 8})],
-    ),
+    "convolutions": ("gpt2", [MixerConfig("hyena", {"max_length": 9}), MixerConfig("base_conv", {"max_length": 64})]),
+    "state-space": ("gpt2", [MixerConfig("h3", {"state_dim": 8}), MixerConfig("liquid_s4", {"state_dim": 8})]),
 }
 CONSTANT = ["power", "power-data", "rwkv7", "rwkv4", "linear", "state-space"]
 

@@ -75,7 +75,7 @@ def test_logits_are_overwritten_with_their_gradients(dtype, compiled):
 def test_kernel(dtype, width, monkeypatch):
     """Rows of one block, of a part of one, and of several, the first of which holds no token in one row."""
     pytest.importorskip("triton", reason="needs triton")
-    from sympow.ops.fused import cross_entropy_kernels as kernel
+    from sympow.ops.fused import cross_entropy as kernel
 
     monkeypatch.setattr(kernel, "COLUMNS", 16)
     gen = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def test_kernel(dtype, width, monkeypatch):
 def test_kernel_with_targets_of_any_stride_and_value():
     """A target that is neither a column nor IGNORE has a loss of NaN. No other memory is read."""
     pytest.importorskip("triton", reason="needs triton")
-    from sympow.ops.fused.cross_entropy_kernels import cross_entropy_of_rows
+    from sympow.ops.fused.cross_entropy import cross_entropy_of_rows
 
     logits = torch.randn(3, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     pairs = torch.tensor([[2, 0], [13, 1], [-1, 12]], device=DEVICE)

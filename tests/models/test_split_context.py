@@ -20,7 +20,7 @@ CASES = {
         "mixers": (
             MixerConfig("short_convolution", {"mixer": "linear", "options": {"output_gate": True}}),
             MixerConfig("short_convolution"),
-        ),
+        )
     },
     "llama": {"mixers": (POWER, LINEAR), "body": "llama", "n_kv_heads": 1, "tie_embeddings": False},
     "rwkv7": {"mixers": (POWER, LINEAR), "body": "rwkv7"},

@@ -80,11 +80,7 @@ CONTEXTS = (1024, 8192, 65536, 1_000_000)
 
 @pytest.mark.parametrize(
     ("options", "published"),
-    [
-        ({}, ["8:1", "1:1", "1:8", "1:125"]),
-        ({"p": 1}, ["30:1"] * 4),
-        ({"window": 8192}, ["8:1", "1:1", "1:1", "1:1"]),
-    ],
+    [({}, ["8:1", "1:1", "1:8", "1:125"]), ({"p": 1}, ["30:1"] * 4), ({"window": 8192}, ["8:1", "1:1", "1:1", "1:1"])],
 )
 def test_published_weight_state_flop_ratios(options, published):
     ratios = [cost.weight_state_flop_ratio(SMALL, context, **options) for context in CONTEXTS]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sympow.ops import DecodingState, PowerState, eager_chunks, power_attention, power_attention_step
+from sympow.ops import DecodingState, PowerState, eager, power_attention, power_attention_step
 from tests.ops.contract import CASES, DEVICE, Case, assert_equal_float64, assert_within_budget, make_inputs, run
 
 IMPLEMENTATIONS = ["eager", "auto"]
@@ -84,12 +84,12 @@ def test_strong_decay_does_not_overflow():
 def test_products_of_decays_are_never_subnormal(dtype):
     tiny = torch.finfo(dtype).tiny
     logs = torch.linspace(3 * math.log(tiny), 0, 4001, dtype=dtype)
-    factors = eager_chunks.decay_factors(logs)
+    factors = eager.decay_factors(logs)
     products = factors[:, None] * factors
     assert ((products == 0) | (products >= tiny)).all()
     kept = factors > 0
     assert torch.equal(factors[kept], logs[kept].exp()) and logs[~kept].exp().max() < 2 * tiny**0.5
-    assert eager_chunks.decay_factors(torch.tensor([math.nan, -math.inf]).to(dtype)).isnan().tolist() == [True, False]
+    assert eager.decay_factors(torch.tensor([math.nan, -math.inf]).to(dtype)).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -131,7 +131,7 @@ def test_packed_documents_under_autocast_of_any_dtype(impl, dtype, precision):
 
 def test_the_quadratic_form_has_no_state_however_large_p_is(monkeypatch):
     """A state of p = 40 and K = 64 would have 4e28 rows."""
-    monkeypatch.setattr(eager_chunks, "basis", None)
+    monkeypatch.setattr(eager, "basis", None)
     q, k, v = torch.randn(3, 1, 5, 1, 64, dtype=torch.float64).requires_grad_()
     weights = ((q[0, :, 0] @ k[0, :, 0].T) / 8).pow(40).tril()
     expected = (weights @ v[0, :, 0] / (weights.sum(1, keepdim=True) + 1e-6))[None, :, None]

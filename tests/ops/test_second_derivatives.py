@@ -9,6 +9,12 @@ from torch import Tensor
 from sympow.models.cross_entropy import CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
 from sympow.ops import PowerState, Rotation, power_attention, rotary_frequencies, rotate_alike
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.fused.float32_linear import fused_float32_linear
+from sympow.ops.fused.gated_norm import fused_gated_norm
+from sympow.ops.fused.gelu_linear import gelu_linear
+from sympow.ops.fused.rotation import fused_rotate_heads
+from sympow.ops.fused.short_convolution import fused_short_convolution
+from sympow.ops.fused.unit_heads import fused_unit_heads
 from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 
 B, T, H, K, V = 1, 9, 2, 4, 3
@@ -103,45 +109,40 @@ def test_the_reference_has_those_of_positions():
 def test_a_rotation_has_them():
     x, positions, frequencies = drawn(B, T, H, K, seed=1), drawn(B, T, seed=2), rotary_frequencies(K, device="cpu")
     assert torch.autograd.gradgradcheck(
-        lambda x, positions: rotate_alike((x,), positions, frequencies)[0], (x.detach().cpu().requires_grad_(),
-        positions.detach().cpu().requires_grad_()),
-    )  # fmt: skip
+        lambda x, positions: rotate_alike((x,), positions, frequencies)[0],
+        (x.detach().cpu().requires_grad_(), positions.detach().cpu().requires_grad_()),
+    )
 
 
 def kernels() -> dict:
     """Kernels with a gradient of their own, and the shapes of the inputs in which they are not linear."""
-    narrow = pytest.importorskip("sympow.ops.fused.float32_linear_kernels").narrow_linear
-    rotate_heads = pytest.importorskip("sympow.ops.fused.rotation_kernels").rotate_heads
-    from sympow.ops.fused.gated_norm_kernels import gated_norm
-    from sympow.ops.fused.gelu_linear_kernels import gelu_linear
-    from sympow.ops.fused.short_convolution_kernels import short_convolution
-    from sympow.ops.fused.unit_heads_kernels import unit_heads
-
+    pytest.importorskip("triton", reason="needs triton")
     frequencies = rotary_frequencies(K, device=DEVICE)
 
     def rotated(qkv, positions, *weights):
-        parts = rotate_heads(qkv, positions[..., None], frequencies, H, H, *weights, 1e-6)
+        parts = fused_rotate_heads(qkv, positions[..., None], frequencies, H, H, *weights, 1e-6)
         return torch.cat([x.flatten() for x in parts])
 
     return {
-        "gated_norm": (lambda *x: gated_norm(*x, 1e-6), [(B, T, H, V), (V,), (B, T, H * V)]),
+        "gated_norm": (lambda *x: fused_gated_norm(*x, 1e-6), [(B, T, H, V), (V,), (B, T, H * V)]),
         "gelu_linear": (lambda *x: gelu_linear(*x, None), [(T, 8), (8,), (5, 8)]),
         "short_convolution": (
-            lambda x, weight: short_convolution(x, weight, torch.zeros(V, device=DEVICE), None), [(B, T, V), (V, 3)]
+            lambda *x: fused_short_convolution(*x, torch.zeros(V, device=DEVICE), None),
+            [(B, T, V), (V, 3)],
         ),
-        "narrow_linear": (narrow, [(T, 8), (3, 8)]),
+        "float32_linear": (fused_float32_linear, [(T, 8), (3, 8)]),
         "rotate_heads": (rotated, [(B, T, 2 * H * K + H * V), (B, T), (K,), (K,)]),
-        "unit_heads": (lambda q, k: torch.cat(unit_heads(q, k, 1e-6)[:2]), [(B, T, H, K), (B, T, H, K)]),
-    }  # fmt: skip
+        "unit_heads": (lambda q, k: torch.cat(fused_unit_heads(q, k, 1e-6)[:2]), [(B, T, H, K), (B, T, H, K)]),
+    }
 
 
 @pytest.mark.parametrize(
-    "name", ["gated_norm", "gelu_linear", "short_convolution", "narrow_linear", "rotate_heads", "unit_heads"]
+    "name", ["gated_norm", "gelu_linear", "short_convolution", "float32_linear", "rotate_heads", "unit_heads"]
 )
 def test_kernels(name):
     function, shapes = kernels()[name]
     tensors = [drawn(*shape, seed=n, dtype=torch.float32) for n, shape in enumerate(shapes)]
-    if name == "narrow_linear":
+    if name == "float32_linear":
         tensors[0] = tensors[0].detach().bfloat16().requires_grad_()
     if name == "rotate_heads":
         tensors[1] = tensors[1].detach().double().requires_grad_()

@@ -4,14 +4,7 @@ import pytest
 import torch
 
 from sympow.layers import MIXERS
-from tests.ops.zoology_models import (
-    LENGTH,
-    PARAMETERS,
-    VOCABULARY,
-    ZOOLOGY_MODELS,
-    zoology_flops,
-    zoology_parameters,
-)
+from tests.ops.zoology_models import LENGTH, PARAMETERS, VOCABULARY, ZOOLOGY_MODELS, zoology_flops, zoology_parameters
 
 # (mixer, millions): training TFLOPs of a sequence and millions of parameters that the corrected tables give, and the
 # TFLOPs as printed.

@@ -54,8 +54,9 @@ def test_images_are_written(made_up, tmp_path):
 
 
 def test_only_figures_that_have_data(made_up, drawn):
-    one = [row for row in made_up if (row["width"], row["pairs"], row["heads"], row["learning_rate"])
-           == (64, 4, 1, 1e-3)]  # fmt: skip
+    one = [
+        row for row in made_up if (row["width"], row["pairs"], row["heads"], row["learning_rate"]) == (64, 4, 1, 1e-3)
+    ]
     assert list(drawn(one)) == ["frontier"]
     stateless = [row | {"state_bytes": None} for row in one]
     assert list(drawn(stateless)) == []

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 
 from sympow.ops import PowerState
-from sympow.ops.fused.gated_norm_kernels import gated_norm
-from sympow.ops.fused.rotation_kernels import rotate_heads
-from sympow.ops.fused.short_convolution_kernels import short_convolution_step
+from sympow.ops.fused.gated_norm import fused_gated_norm
+from sympow.ops.fused.rotation import fused_rotate_heads
+from sympow.ops.fused.short_convolution import fused_short_convolution_step
 from sympow.ops.runtime import launcher
 from sympow.ops.triton import config, plan
 from sympow.ops.triton.adapt import attention
@@ -35,13 +35,13 @@ def kernels(batch: int, length: int, dtype: torch.dtype) -> set[tuple]:
         width = 3 * HEADS * K
         qkv = torch.empty(batch, length, width, dtype=dtype)
         past, weight = torch.empty(batch, 3, width, dtype=dtype), torch.empty(width, 4, dtype=dtype)
-        short_convolution_step(qkv, past, weight, weight[:, 0])
+        fused_short_convolution_step(qkv, past, weight, weight[:, 0])
         positions, frequencies = (torch.empty(shape, dtype=torch.float64) for shape in ((batch, length, 1), K // 2))
-        q, k, v = rotate_heads(qkv, positions, frequencies, HEADS, HEADS, None, None, 0.0)
+        q, k, v = fused_rotate_heads(qkv, positions, frequencies, HEADS, HEADS, None, None, 0.0)
         state, log_g = PowerState.zeros(batch, HEADS, K, K), torch.empty(batch, length, HEADS)
         options = {"p": 2, "scale": 0.1, "normalize": True, "eps": 1.0, "chunk_size": None, "return_state": True}
         out, _ = attention(q, k, v, log_g, state, **options)
-        gated_norm(out, None, q.flatten(2), 1e-6)
+        fused_gated_norm(out, None, q.flatten(2), 1e-6)
     return {variant(function, bound, options) for function, bound, options in launches}
 
 

@@ -565,8 +565,9 @@ class TestChatTemplate:
     @pytest.mark.parametrize(("source", "expected"), RENDERED)
     def test_transformers_renders_the_same(self, source, expected):
         utils = pytest.importorskip("transformers.utils.chat_template_utils")
-        (text,), _ = utils.render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True,
-                                                 eos_token="</s>")  # fmt: skip
+        (text,), _ = utils.render_jinja_template(
+            [MESSAGES], chat_template=source, add_generation_prompt=True, eos_token="</s>"
+        )
         assert text == expected
 
     @pytest.mark.parametrize("source", FAILING)

@@ -54,9 +54,9 @@ def server(folder):
 
 
 @pytest.mark.parametrize(
-    ("device", "chosen", "threads", "expected"), [("cpu", None, 8, 7), ("cpu", None, 1, 1), ("cpu", "8", 8, 8),
-                                                  ("meta", None, 8, 8)],
-)  # fmt: skip
+    ("device", "chosen", "threads", "expected"),
+    [("cpu", None, 8, 7), ("cpu", None, 1, 1), ("cpu", "8", 8, 8), ("meta", None, 8, 8)],
+)
 def test_requests_have_a_core_of_a_cpu_unless_the_user_chose_threads(device, chosen, threads, expected, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

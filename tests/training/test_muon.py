@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from sympow.layers import MIXERS, Mixer
-from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.rwkv7 import LowRank
+from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.zoology.filters import LongFilter
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import ExecutionConfig, TrainingConfig, latest, load_checkpoint, read_metrics, train
@@ -86,8 +86,9 @@ def test_a_step_follows_the_formulas(dtype, device):
     """Also of fused weights and of grouped heads, and with a learning rate of its own."""
     weights = [([80], 64), ([64, 64, 64], 80), ([96, 70, 70], 64), ([96, 70, 70], 64), ([64, 64, 64], 80)]
     starts = [drawn(sum(rows), width, seed=i, dtype=dtype) for i, (rows, width) in enumerate(weights)]
-    gradients = [[drawn(*start.shape, seed=10 * i + step, dtype=dtype) for step in range(3)]
-                 for i, start in enumerate(starts)]  # fmt: skip
+    gradients = [
+        [drawn(*start.shape, seed=10 * i + step, dtype=dtype) for step in range(3)] for i, start in enumerate(starts)
+    ]
     made = [nn.Parameter(start.to(device, copy=True)) for start in starts]
     matrices = list(zip(made, (rows for rows, _ in weights), strict=True))
     optimizer = Muon(matrices, [{"params": []}], lr=1.0, weight_decay=0.3, rate=2.0)
@@ -236,8 +237,9 @@ def test_all_other_weights_move_as_by_adamw():
     matrices = {weight for weight, _ in muon_weights(model)}
     others = [(p, q) for p, q in zip(model.parameters(), like.parameters(), strict=True) if p not in matrices]
     groups = [{"params": [q for _, q in others if q.ndim >= 2]}, {"params": [q for _, q in others if q.ndim < 2]}]
-    adamw = torch.optim.AdamW([groups[0] | {"weight_decay": 0.1}, groups[1] | {"weight_decay": 0.0}],
-                              lr=1e-2, betas=(0.8, 0.9), fused=False)  # fmt: skip
+    adamw = torch.optim.AdamW(
+        [groups[0] | {"weight_decay": 0.1}, groups[1] | {"weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.9), fused=False
+    )
     for seed in range(3):
         for i, (p, q) in enumerate(others):
             p.grad = drawn(*p.shape, seed=100 * seed + i)
@@ -486,8 +488,9 @@ def test_runs_on_ranks_resume_to_the_bit_and_equal_one_rank(tmp_path, make_wide)
     """Two data ranks and two context ranks; one that continues the run of another number of ranks."""
     config, batches = make_wide()
     split = dataclasses.replace(config, execution=ExecutionConfig(context_parallel=2))
-    one, two, halves = ((each, batches, tmp_path / name)
-                        for each, name in ((config, "one"), (config, "two"), (split, "halves")))  # fmt: skip
+    one, two, halves = (
+        (each, batches, tmp_path / name) for each, name in ((config, "one"), (config, "two"), (split, "halves"))
+    )
     train_all([one])
     run_ranks(train_all, 2, [two, halves])
     runs = [forget_last_checkpoint(run, f"{run.name}, continued") for _, _, run in (two, halves, one)]

@@ -193,11 +193,5 @@ def _byte_level() -> str:
         "merges": [],
     }
     spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
-    spec |= {
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": model,
-    }
+    spec |= {"normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}
     return json.dumps(spec, ensure_ascii=False)

@@ -41,11 +41,7 @@ class SympowBlock(GradientCheckpointingLayer):
         self.block = block
 
     def forward(
-        self,
-        x: Tensor,
-        tokens: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        state: MixerState | None = None,
+        self, x: Tensor, tokens: Tensor | None = None, cu_seqlens: Tensor | None = None, state: MixerState | None = None
     ) -> Any:
         """Computes whole sequences x [B, T, d] as `Block.forward`, or continues a state as `Block.step`."""
         if state is None:
@@ -426,10 +422,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            **{CACHE: outputs.get(CACHE)},
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)}
         )
 
     def _prepare_cache_for_generation(

@@ -41,10 +41,7 @@ _NAMES_IN_GGUF = {
 
 
 def check_fields(
-    config: Mapping[str, Any],
-    name: str,
-    known: Sequence[str] = ARCHITECTURES,
-    expected: Mapping[str, Any] = _EXPECTED,
+    config: Mapping[str, Any], name: str, known: Sequence[str] = ARCHITECTURES, expected: Mapping[str, Any] = _EXPECTED
 ) -> None:
     """Checks the fields of a config.json, before transformers reads them. Fields may be missing.
 

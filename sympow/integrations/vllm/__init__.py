@@ -17,7 +17,7 @@ def register() -> None:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
         import sympow.integrations.transformers  # noqa: F401  # which registers the configuration
-        from sympow.integrations.vllm.config import SympowModelConfig
+        from sympow.integrations.vllm.blocks import SympowModelConfig
     except ImportError as error:
         logging.getLogger(__name__).warning("vLLM cannot serve models of sympow: %s", error)
         return

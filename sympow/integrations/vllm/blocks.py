@@ -1,4 +1,4 @@
-"""The blocks of a model for one of vLLM's ranks. Bodies and mixers that vLLM cannot serve are refused."""
+"""The blocks of a model for one of vLLM's ranks, and the hooks that refuse models that vLLM cannot serve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from vllm.config import ModelConfig as EngineModel
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from sympow.integrations.vllm.attention import keeps_cache
 from sympow.integrations.vllm.pages import Page, keeps_state, page_of
@@ -64,3 +68,32 @@ def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype)
     if len(pages) != 1:
         raise ValueError(f"vLLM serves models whose layers keep one kind of state; this one has {len(pages)} kinds")
     return pages.pop()
+
+
+class SympowModelConfig(VerifyAndUpdateConfig):
+    """Refuses configurations that cannot be served, and tells vLLM the heads of softmax attention.
+
+    vLLM calls both methods before it makes its processes.
+    """
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Raises ValueError for bodies, mixers and options that the model cannot be served with."""
+        if vllm_config.num_speculative_tokens:
+            raise ValueError("models of sympow cannot take back drafted tokens in vLLM: leave speculative_config out")
+        if vllm_config.lora_config is not None:
+            raise ValueError("models of sympow take no LoRA in vLLM: merge the adapter, and leave enable_lora out")
+        model = vllm_config.model_config
+        if model.quantization is not None:
+            raise ValueError(f"models of sympow are served in float32 or bfloat16; got {model.quantization=}")
+        blocks = rank_blocks(trusted_config(model), vllm_config.parallel_config.tensor_parallel_size)
+        common_page(blocks, current_platform.device_type, model.dtype)
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: EngineModel) -> None:
+        """Sets the heads from which vLLM computes page sizes. Pages of caches and of states have the same size."""
+        for block in rank_blocks(trusted_config(model_config), 1):
+            if keeps_cache(block.mixer):
+                model_config.model_arch_config.total_num_kv_heads = block.mixer.n_kv_heads
+                model_config.model_arch_config.head_size = block.mixer.head_dim
+                return

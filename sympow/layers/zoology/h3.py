@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from sympow.layers.base import Mixer, own_weight
-from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
+from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.state import MixerState
 from sympow.layers.zoology.state_space import DiagonalSSM
 from sympow.ops.cost import convolution_flops

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sympow.layers.base import Mixer, any_weight, own_weight, state_options
 from sympow.layers.cache import InputCache, capacity
-from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
+from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.state import MixerState
 from sympow.layers.zoology.filters import ImplicitFilter, last_outputs
 from sympow.ops.availability import concatenated

@@ -11,6 +11,7 @@ from sympow.models.bodies.base import PreNormBlock
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
 from sympow.ops.availability import autocast_dtype, has_kernels
+from sympow.ops.fused.gelu_linear import gelu_linear
 
 
 class GPT2Block(PreNormBlock):
@@ -43,8 +44,6 @@ class GPT2Block(PreNormBlock):
         """Computes the MLP's output for x [B, T, d]; on a GPU the gradients of the GELU are one kernel."""
         if not self.takes_kernels(x):
             return super().mlp(x)
-        from sympow.ops.fused.gelu_linear_kernels import gelu_linear
-
         hidden = F.linear(self.mlp_norm(x), self.mlp_in.weight)  # without the bias, whose gradient the kernel sums up
         return gelu_linear(hidden, self.mlp_in.bias, self.mlp_out.weight, self.mlp_out.bias)
 

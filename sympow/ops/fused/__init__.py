@@ -1,1 +1,1 @@
-"""Ops that a GPU computes with one kernel: the formula in plain torch, and beside it the kernels, `NAME_kernels.py`."""
+"""Ops that a GPU computes with one kernel, a file each: formula in plain torch, kernels, launches, gradients."""

@@ -1,5 +1,8 @@
 """Launches one kernel many times. The arguments that do not change are bound once, and Triton chooses the code once.
 
+Kernels that `jit` marks are given to Triton at their first launch. So a file can hold the formula of an op in plain
+torch beside its kernels, and is imported also where Triton is not installed.
+
 Triton chooses the compiled code of a launch by looking at every argument: the dtypes and alignments of tensors, the
 values of integers, the options. That takes longer than the launch itself. A `Launcher` holds all arguments but the
 tensors. So after the first launch, tensors of the same dtypes at aligned addresses take the same code. On NVIDIA GPUs
@@ -10,21 +13,54 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _ALIGNMENT = 16  # bytes: Triton compiles other code for addresses that are not multiples of it
 # Versions of Triton whose compiled kernels can be called as `Launcher` does. With other versions Triton chooses at
 # every launch.
 _KNOWN = ("3.6.", "3.7.")
+
+
+class Kernel:
+    """Holds a kernel, or a function that kernels call, until Triton compiles it; made by `jit`."""
+
+    def __init__(self, function: FunctionType, options: Mapping[str, Any]):
+        """Takes the function, and options of `triton.jit`."""
+        self._function, self._options = function, options
+
+    @cached_property
+    def by_triton(self) -> Any:
+        """Returns what `triton.jit` makes of the function. Names of its file get the values that Triton expects."""
+        import triton
+        import triton.language as tl
+
+        function, names = self._function, {**self._function.__globals__, "tl": tl}
+        for name in names.keys() & set(function.__code__.co_names):
+            if isinstance(names[name], Kernel):
+                names[name] = names[name].by_triton
+            elif isinstance(names[name], int | float):
+                names[name] = tl.constexpr(names[name])
+        copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        copy.__annotations__ = function.__annotations__
+        return triton.jit(**self._options)(copy)
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    """Marks a kernel, as `triton.jit` and with its options, and does not import Triton.
+
+    In the function, `tl` is triton.language. Its file imports `tl` for type checkers alone. The numbers and the
+    functions of `jit` that stand in the file can be used in it.
+    """
+    return partial(jit, **options) if function is None else Kernel(function, options)
 
 
 class Tile(NamedTuple):
@@ -36,6 +72,8 @@ class Tile(NamedTuple):
     layout: Any
 
     def descriptor(self, x: Tensor) -> TensorDescriptor:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
         return TensorDescriptor(x, self.shape, self.strides, self.block, self.layout)
 
 
@@ -54,6 +92,7 @@ class _Compiled(NamedTuple):
     places: tuple[int, ...]
     dtypes: tuple[Any, ...]
     tiles: Mapping[int, Callable[[Tensor], Any]]  # make the arguments at these indices; others are addresses
+    hooks: Any  # of Triton's runtime: where profilers enter themselves
 
 
 class Launcher:
@@ -63,22 +102,23 @@ class Launcher:
         self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], tiles: Mapping[str, Tile] | None = None
     ):
         """Args:
-        kernel: a function of `triton.jit` or `gluon.jit`.
+        kernel: a function of `jit`, `triton.jit` or `gluon.jit`.
         grid: numbers of programs, one to three.
         arguments: by name; numbers, constants, tensors that are the same at every launch, and Triton's options.
         tiles: of the tensors that are handed over as descriptors.
         """
-        self._kernel, self._grid, self._arguments, self._tiles = kernel, grid, arguments, tiles or {}
+        self._kernel = kernel.by_triton if isinstance(kernel, Kernel) else kernel
+        self._grid, self._arguments, self._tiles = grid, arguments, tiles or {}
         self._compiled: _Compiled | None = None
 
     def __call__(self, **tensors: Tensor | None) -> None:
         """Launches the kernel on the current stream, with the missing arguments by name."""
         compiled = self._compiled
-        if compiled is None or _hooked():
+        if compiled is None:
             return self._first(tensors)
         (launch, options, separate, arguments, grid, device, current_device, current_stream, names, places, dtypes,
-         tiles) = compiled  # fmt: skip
-        if current_device() != device:
+         tiles, hooks) = compiled  # fmt: skip
+        if _hooked(hooks) or current_device() != device:
             return self._first(tensors)
         if tuple(tensors) != names:
             return self._by_triton(tensors)
@@ -107,6 +147,10 @@ class Launcher:
 
     def _first(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Launches as Triton does, and keeps the compiled kernel if later launches may use it."""
+        import triton
+        from triton.compiler import CompiledKernel
+        from triton.runtime import driver
+
         kernel = self._by_triton(tensors)
         if not isinstance(kernel, CompiledKernel) or kernel.metadata.target.backend != "cuda":
             return
@@ -131,7 +175,7 @@ class Launcher:
         if current is torch.cuda.current_device:  # which looks first whether torch has initialized the GPU
             current = torch._C._cuda_getDevice
         about = (grid, current(), current, active.get_current_stream)
-        self._compiled = _Compiled(*call[:4], *about, tuple(tensors), places, dtypes, tiles)
+        self._compiled = _Compiled(*call[:4], *about, tuple(tensors), places, dtypes, tiles, triton.knobs.runtime)
 
 
 class _Call(NamedTuple):
@@ -145,6 +189,8 @@ class _Call(NamedTuple):
 
 def _by_kernel(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call:
     """Returns a launch by the method of Triton's compiled kernel, which takes the arguments of all parameters."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     options = (kernel.function, kernel.packed_metadata, None, None, None)
     tiles = {name: partial(_with_base, x) for name, x in arguments.items() if isinstance(x, TensorDescriptor)}
     places = {name: i for i, name in enumerate(arguments)}
@@ -158,6 +204,8 @@ def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | 
     need, and makes the descriptors of tensors at every launch.
     """
     from triton.backends.nvidia import driver as nvidia  # not every build of Triton has it
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import driver
 
     run, kinds = kernel.run, kernel.src.signature
     if not isinstance(run, nvidia.CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
@@ -192,7 +240,7 @@ def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | 
 
 def _with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
     """Returns the descriptor of another tensor with the same shape and strides."""
-    new = TensorDescriptor.__new__(TensorDescriptor)
+    new: TensorDescriptor = object.__new__(type(descriptor))
     new.__dict__.update(descriptor.__dict__, base=x)
     return new
 
@@ -237,9 +285,9 @@ def forget_launchers() -> None:
     _launchers.clear()
 
 
-def _hooked() -> bool:
+def _hooked(runtime: Any) -> bool:
     """Returns whether a profiler observes launches through Triton."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 

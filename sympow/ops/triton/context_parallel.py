@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sympow.ops.context_parallel import exclusive_scan_of_message
 from sympow.ops.first_order import first_order
-from sympow.ops.triton import config, launch, launch_gradients
+from sympow.ops.triton import config, launch
 from sympow.ops.triton.operators import Options
 from sympow.ops.triton.plan import Call, Gate, Shapes
 
@@ -207,11 +207,11 @@ def context_query_gradient(
     gradients of the states after each chunk that come through the outputs of this rank alone. `incoming`: the states of
     the forward, if its states were not kept."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True)
-    factors = launch_gradients.row_factors(call, dout, out, norm, normalize)
+    factors = launch.row_factors(call, dout, out, norm, normalize)
     s, z = s_kept, z_kept
     if not s_kept.numel():
         s, z = launch.states(call, *_ends(call.plan, incoming), None, p == 2)
-    dq, dsums = launch_gradients.query_gradient(call, dout, factors, s, z, True, normalize)
+    dq, dsums = launch.query_gradient(call, dout, factors, s, z, True, normalize)
     if s_kept.numel() or not call.plan.restarts:
         s, z = s_kept.new_empty(0), z_kept.new_empty(0)
     ds, dz, decays, message = own_states(call, (dout, factors.factor, factors.delta))
@@ -258,8 +258,8 @@ def context_key_gradient(
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, gate=Gate(sums, None, None))
     ds, dz = all_states(call, ds, dz, decays, incoming)
     none = factor.new_empty(0)
-    factors = launch_gradients.RowFactors(factor, none, none, delta)
-    dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, True, p == 2)
+    factors = launch.RowFactors(factor, none, none, delta)
+    dk, dv, dsums_k = launch.key_gradient(call, dout, factors, ds, dz, True, p == 2)
     if log_g is None:
         return dk, dv, none
     # The part that comes through the last state, which the decay of the row multiplies as a whole.
@@ -267,8 +267,8 @@ def context_key_gradient(
     end = call.plan.rows.inner(s_end, ds_end)
     if z_end.numel():
         end = end + (z_end * dz_end).sum((2, 3))
-    through = launch_gradients.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
-    dlog_g = launch_gradients.gate_gradient(call, log_g, dsums, dsums_k, end, through)
+    through = launch.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
+    dlog_g = launch.gate_gradient(call, log_g, dsums, dsums_k, end, through)
     return dk, dv, dlog_g.to(log_g.dtype)
 
 

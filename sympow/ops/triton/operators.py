@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.runtime.operator import cast, differentiable, is_followed, operator
-from sympow.ops.triton import launch, launch_gradients, position_gradient
+from sympow.ops.triton import launch, position_gradient
 from sympow.ops.triton.plan import Call, Gate, Plan, Shapes
 from sympow.ops.triton.rows import Basis
 from sympow.ops.types import Rotation
@@ -85,7 +85,7 @@ def backward(
     dout = cast(dout, v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
     plan = call.plan
-    factors = launch_gradients.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
+    factors = launch.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
     has_init, has_final = s_init is not None, ds_final is not None
     reads_z = p == 2 and (normalize or has_final)
     s, z = result.s_kept, result.z_kept
@@ -99,7 +99,7 @@ def backward(
         shift = int(plan.restarts)
         s, z = launch.states(call, s_init, z_init, None, reads_z, room=launch.new_states(call, reads_z, shift))
         room = None if turns else (s[shift:], z[shift:])
-    dq, dsums_q = launch_gradients.query_gradient(call, dout, factors, s, z, has_init, normalize)
+    dq, dsums_q = launch.query_gradient(call, dout, factors, s, z, has_init, normalize)
     if chunk:
         s_end, z_end = (None, None) if ds_final is None else from_public(plan.rows, ds_final, dz_final)
         starts = launch.new_ends(call, reads_z) if has_init else None
@@ -110,13 +110,13 @@ def backward(
         ds, dz = launch.states(call, s_end, z_end, starts, reads_z, gradient, room, after)
         if turns and s is not None and z is not None and frequencies is not None:
             turned = position_gradient.products_with_states(call, s, z, ds, dz, frequencies, reads_z)
-    dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
+    dk, dv, dsums_k = launch.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
     if frequencies is not None:
         dpositions = position_gradient.position_gradient(q, k, dq, dk, frequencies, plan.chunk, turned)
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
-        dlog_g = cast(launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last, through), log_g.dtype)
+        dlog_g = cast(launch.gate_gradient(call, log_g, dsums_q, dsums_k, last, through), log_g.dtype)
     initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
     return dq, dk, dv, dlog_g, *initial, dpositions
 

@@ -22,7 +22,7 @@ from sympow.ops.triton.levels import Levels, level_count, levels_of
 from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 T = TypeVar("T")
-# Which kernels a call takes, by name; `launch.py` and `launch_gradients.py` have the kernel of every stage.
+# Which kernels a call takes, by name; `launch.py` has the kernel of every stage.
 #   plain             on any GPU
 #   hopper            p = 2 on Hopper
 #   hopper_quadratic  its quadratic form with gradient passes of its own

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.fused.rotation_kernels import pairs
+from sympow.ops.fused import rotation
 from sympow.ops.runtime.launcher import Launcher, launch
 from sympow.ops.triton import config
 from sympow.ops.triton.plan import Call, Plan
@@ -27,6 +27,8 @@ from sympow.ops.triton.rows import Rows
 
 TERM_BLOCK = 64  # tokens of a block
 ROW_ELEMENTS, STATE_PARTS = 2048, 8  # rows of a tile of a state, and programs of one state
+
+pairs = rotation.pairs.by_triton
 
 
 @triton.jit

@@ -34,8 +34,9 @@ def _merging(size: int, merged: int) -> Iterator[list[tuple[int, int]]]:
     stride = merged
     while stride:
         start = stride % merged
-        pairs = [(i, i + stride) for first in range(start, size - stride, 2 * stride)
-                 for i in range(first, first + stride)]  # fmt: skip
+        pairs = [
+            (i, i + stride) for first in range(start, size - stride, 2 * stride) for i in range(first, first + stride)
+        ]
         yield [(i, j) for i, j in pairs if i // (2 * merged) == j // (2 * merged)]
         stride //= 2
 

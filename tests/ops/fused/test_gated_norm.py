@@ -57,14 +57,14 @@ def test_an_output_of_zeros_stays_zero():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel(shape, parts, dtype):
     pytest.importorskip("triton", reason="needs triton")
-    from sympow.ops.fused import gated_norm_kernels as kernel
+    from sympow.ops.fused import gated_norm as kernel
 
     dtypes = (dtype, torch.float32, dtype)
     given = make(shape, *parts)
     inputs = [None if x is None else x.to(DEVICE, d).requires_grad_() for x, d in zip(given, dtypes, strict=True)]
     exact = [None if x is None else x.detach().double().cpu().requires_grad_() for x in inputs]
     dout = normal(*shape[:2], shape[2] * shape[3], seed=3).to(dtype)
-    out, right = kernel.gated_norm(*inputs, 1e-6), formula(*exact)
+    out, right = kernel.fused_gated_norm(*inputs, 1e-6), formula(*exact)
     leaves, exact_leaves = ([x for x in xs if x is not None] for xs in (inputs, exact))
     found = [out.detach(), *torch.autograd.grad(out, leaves, dout.to(DEVICE))]
     expected = [right.detach(), *torch.autograd.grad(right, exact_leaves, dout.double())]
@@ -76,12 +76,12 @@ def test_kernel(shape, parts, dtype):
 
 def test_under_activation_checkpointing():
     pytest.importorskip("triton", reason="needs triton")
-    from sympow.ops.fused import gated_norm_kernels as kernel
+    from sympow.ops.fused import gated_norm as kernel
 
     y, weight, gate = (x.float().to(DEVICE).requires_grad_() for x in make((2, 5, 3, 4), True, True))
 
     def call(y, weight, gate):
-        return kernel.gated_norm(y, weight, gate, 1e-6).square().sum()
+        return kernel.fused_gated_norm(y, weight, gate, 1e-6).square().sum()
 
     expected = torch.autograd.grad(call(y, weight, gate), (y, weight, gate))
     found = torch.autograd.grad(checkpoint(call, y, weight, gate, use_reentrant=False), (y, weight, gate))

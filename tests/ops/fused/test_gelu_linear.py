@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from sympow.models import LanguageModel, ModelConfig
+from sympow.ops.fused import gelu_linear as kernels
 from tests.ops.contract import DEVICE
 
-kernels = pytest.importorskip("sympow.ops.fused.gelu_linear_kernels", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [((2, 37), 24, 8), ((1, 1), 1, 1), ((3, 100), 300, 40), ((5,), 520, 3)]
 

@@ -83,7 +83,7 @@ def test_steps_go_on_in_place(channels, width, dtype):
     step = short_convolution_step
     if dtype != torch.float64:
         pytest.importorskip("triton", reason="needs triton")
-        from sympow.ops.fused.short_convolution_kernels import short_convolution_step as step
+        from sympow.ops.fused.short_convolution import fused_short_convolution_step as step
     device = "cpu" if dtype == torch.float64 else DEVICE
     weight, bias = (z.to(device, torch.promote_types(dtype, torch.float32)) for z in (weight, bias))
     parts = x.to(device, dtype).split([1, 1, 7, 0, 2, 1], 1)
@@ -107,7 +107,7 @@ def test_wrong_borders_are_refused(bounds):
 @pytest.mark.parametrize(("shape", "dtype"), KERNEL)
 def test_kernel(shape, packed, dtype):
     pytest.importorskip("triton", reason="needs triton")
-    from sympow.ops.fused import short_convolution_kernels as kernel
+    from sympow.ops.fused import short_convolution as kernel
 
     x, weight, bias = (z.requires_grad_() for z in make(*shape))
     dy, time = normal(*shape[:3], seed=3), shape[1]
@@ -119,7 +119,7 @@ def test_kernel(shape, packed, dtype):
     inputs = [z.detach().to(DEVICE, dtype if i == 0 else torch.float32).requires_grad_()
               for i, z in enumerate((x, weight, bias))]  # fmt: skip
     first = None if cu_seqlens is None else document_starts(cu_seqlens, time).to(DEVICE)
-    y = kernel.short_convolution(*inputs, first)
+    y = kernel.fused_short_convolution(*inputs, first)
     found = [y.detach(), *torch.autograd.grad(y, inputs, dy.to(DEVICE, dtype))]
     allowed = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for a, b in zip(found, expected, strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sympow.ops import power_delta_rule
-from sympow.ops.fused.unit_heads import EPS, unit, unit_heads
+from sympow.ops.fused.unit_heads import EPS, fused_unit_heads, unit, unit_heads
 from tests.ops.contract import DEVICE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -55,7 +55,8 @@ def assert_right(call, q, k, seed=3):
 
 
 def kernel(q, k):
-    return pytest.importorskip("sympow.ops.fused.unit_heads_kernels", reason="needs triton").unit_heads(q, k, EPS)[:2]
+    pytest.importorskip("triton", reason="needs triton")
+    return fused_unit_heads(q, k, EPS)[:2]
 
 
 CALLS = {"kernel": kernel, "torch": lambda q, k: (unit(q), unit(k))}

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sympow.ops import power_attention
+from sympow.ops.runtime import launcher
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("triton", reason="needs triton")
-launcher = pytest.importorskip("sympow.ops.runtime.launcher", reason="needs triton")
+pytest.importorskip("triton.experimental.gluon")  # which cannot be imported after the interpreter is turned off
 
 
 class Driver:
@@ -154,6 +155,21 @@ def test_the_drivers_function_gets_what_triton_hands_to_it():
     assert any("descriptor" in str(ours) for ours, _ in launches)
     for ours, tritons in launches:
         assert ours == tritons
+
+
+def test_a_kernel_is_given_to_triton_when_it_is_first_needed():
+    """With the functions and the numbers of its file that it names, once."""
+    script = """
+import sys
+from sympow.ops.fused import gelu_linear
+assert "triton" not in sys.modules
+kernel, helper = gelu_linear.gelu.by_triton, gelu_linear._sigmoid.by_triton
+names = kernel.fn.__globals__
+assert kernel is gelu_linear.gelu.by_triton and names["_sigmoid"] is helper
+assert type(helper.fn.__globals__["_CUBE"]).__name__ == "constexpr" and isinstance(gelu_linear._CUBE, float)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_queries_pass_five_files_to_every_kernel(monkeypatch):

@@ -31,17 +31,17 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.delta_types import DeltaOptions
-from sympow.ops.fused.cross_entropy_kernels import cross_entropy_of_rows
-from sympow.ops.fused.float32_linear_kernels import narrow_linear, narrow_linear_backward
-from sympow.ops.fused.gated_norm_kernels import gated_norm, gated_norm_backward
-from sympow.ops.fused.gelu_linear_kernels import gelu_linear, gelu_linear_backward
-from sympow.ops.fused.rotation_kernels import rotate_heads, rotate_heads_backward
-from sympow.ops.fused.short_convolution_kernels import (
-    short_convolution,
+from sympow.ops.fused.cross_entropy import cross_entropy_of_rows
+from sympow.ops.fused.float32_linear import float32_linear_backward, fused_float32_linear
+from sympow.ops.fused.gated_norm import fused_gated_norm, gated_norm_backward
+from sympow.ops.fused.gelu_linear import gelu_linear, gelu_linear_backward
+from sympow.ops.fused.rotation import fused_rotate_heads, rotate_heads_backward
+from sympow.ops.fused.short_convolution import (
+    fused_short_convolution,
+    fused_short_convolution_step,
     short_convolution_backward,
-    short_convolution_step,
 )
-from sympow.ops.fused.unit_heads_kernels import unit_heads, unit_heads_backward
+from sympow.ops.fused.unit_heads import fused_unit_heads, unit_heads_backward
 from sympow.ops.triton import config, context_parallel, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
@@ -125,7 +125,7 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
             for gradient in (None, (k, torch.empty(2, 2 * time), torch.empty(2, 2 * time))):
                 s, z, decays, message = context_parallel.own_states(call, gradient)
                 context_parallel.all_states(call, s, z, decays, message)
-            context_parallel.launch_gradients.through_states(call, s, z, s, z, True)
+            context_parallel.launch.through_states(call, s, z, s, z, True)
     names = ("state_pass", "join_segments", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
@@ -151,7 +151,7 @@ def rotation_launches(key_dim: int) -> list[tuple]:
             qkv = torch.empty(1, 2048, (12 + 2 * kv_heads) * key_dim, dtype=dtype)
             positions = torch.empty(1, 2048, groups, dtype=torch.float64)
             frequencies = torch.empty(key_dim // 2, dtype=torch.float64)
-            q, k, v = rotate_heads(qkv, positions, frequencies, 12, kv_heads, None, None, 0.0)
+            q, k, v = fused_rotate_heads(qkv, positions, frequencies, 12, kv_heads, None, None, 0.0)
             for turned in ((None, None), (q, k)):
                 rotate_heads_backward(q, k, v, *turned, positions, frequencies, None, None, None, 0.0)
     return recorded
@@ -163,19 +163,19 @@ def block_launches() -> list[tuple]:
     with recording() as recorded:
         for dtype in (torch.bfloat16, torch.float32):
             y, weight = torch.empty(1, 2048, 12, 64, dtype=dtype), torch.empty(64)
-            gated_norm(y, weight, y.flatten(2), 1e-6)
+            fused_gated_norm(y, weight, y.flatten(2), 1e-6)
             gated_norm_backward(y.flatten(2), y, weight, y.flatten(2), 1e-6)
-            unit_heads_backward(y, y[:, :, :4], *unit_heads(y, y[:, :, :4], 1e-6), 1e-6)
+            unit_heads_backward(y, y[:, :, :4], *fused_unit_heads(y, y[:, :, :4], 1e-6), 1e-6)
             cross_entropy_of_rows(torch.empty(8, 50_304, dtype=dtype), torch.zeros(8, dtype=torch.int64), -100)
             x, weight, bias = torch.empty(1, 2048, 768, dtype=dtype), torch.empty(768, 4), torch.empty(768)
-            short_convolution(x, weight, bias, None)
+            fused_short_convolution(x, weight, bias, None)
             short_convolution_backward(x, x, weight, bias, None)
-            short_convolution_step(x[:, :1], x[:, 1:4], weight, bias)
+            fused_short_convolution_step(x[:, :1], x[:, 1:4], weight, bias)
             hidden, bias, weight = torch.empty(2048, 3072, dtype=dtype), torch.empty(3072), torch.empty(768, 3072)
             gelu_linear(hidden, bias, weight, None)
             gelu_linear_backward(x[0], hidden, bias, weight)
         x, weight = torch.empty(2048, 768, dtype=torch.bfloat16), torch.empty(12, 768)
-        narrow_linear_backward(narrow_linear(x, weight), x, weight)
+        float32_linear_backward(fused_float32_linear(x, weight), x, weight)
     return recorded
 
 

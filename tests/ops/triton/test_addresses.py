@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from sympow.ops import Rotation, power_attention, rotary_frequencies
+from sympow.ops.fused.gated_norm import fused_gated_norm
+from sympow.ops.fused.rotation import fused_rotate_heads
+from sympow.ops.fused.short_convolution import fused_short_convolution, fused_short_convolution_step
 from tests.ops.contract import DEVICE
 
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-gated_norm = pytest.importorskip("sympow.ops.fused.gated_norm_kernels", reason="needs triton")
-rotate = pytest.importorskip("sympow.ops.fused.rotation_kernels", reason="needs triton")
-short_convolution = pytest.importorskip("sympow.ops.fused.short_convolution_kernels", reason="needs triton")
 segments = pytest.importorskip("sympow.ops.triton.segments", reason="needs triton")
 CHUNK, K = (128, 32) if DEVICE == "cuda" else (32, 16)
 TIME, HEADS = 3 * CHUNK + 1, 4
@@ -78,11 +78,11 @@ def gradient_of_positions(frequencies: torch.Tensor) -> torch.Tensor:
 def rotated_and_normed(weight: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(20.0, device=DEVICE, dtype=torch.float64)[None, :, None]
     heads = normal(1, 20, 4 * K, seed=0), positions, rotary_frequencies(K, device=DEVICE), 2, 1, weight, weight, 1e-6
-    return rotate.rotate_heads(*heads)[0]
+    return fused_rotate_heads(*heads)[0]
 
 
 def convolved(bias: torch.Tensor) -> torch.Tensor:
-    return short_convolution.short_convolution(normal(1, 20, K, seed=0), normal(K, 4, seed=1), bias, None)
+    return fused_short_convolution(normal(1, 20, K, seed=0), normal(K, 4, seed=1), bias, None)
 
 
 SMALL = {
@@ -90,13 +90,13 @@ SMALL = {
     "weights of a norm before a rotation": (rotated_and_normed, lambda: normal(K, seed=9)),
     "bias of a convolution": (convolved, lambda: normal(K, seed=9)),
     "bias of a step": (
-        lambda bias: short_convolution.short_convolution_step(
+        lambda bias: fused_short_convolution_step(
             normal(1, 1, K, seed=0), normal(1, 3, K, seed=2), normal(K, 4, seed=1), bias
         ),
         lambda: normal(K, seed=9),
     ),
     "weights of a norm": (
-        lambda weight: gated_norm.gated_norm(normal(1, 20, 2, K, seed=0), weight, None, 1e-6),
+        lambda weight: fused_gated_norm(normal(1, 20, 2, K, seed=0), weight, None, 1e-6),
         lambda: normal(K, seed=9),
     ),
 }

@@ -9,7 +9,6 @@ from tests.ops.contract import DEVICE, EPS32, Case, make_inputs
 context_parallel = pytest.importorskip("sympow.ops.triton.context_parallel", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
-launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
@@ -100,7 +99,7 @@ def test_gradients_of_states(name):
     absent = dict.fromkeys(("cu_seqlens", "positions", "frequencies"))
     out, norm, *_ = torch.ops.sympow.power_forward(**given, **absent, **options)
     call = call_of(case, *tensors)
-    factors = launch_gradients.row_factors(call, dout, out, norm, case.divides)
+    factors = launch.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)
     own = context_parallel.own_states(call, gradient)
     ds, dz = context_parallel.all_states(call, *own[:3], flat(call, ds_in, dz_in))
@@ -127,8 +126,9 @@ def test_gradients_of_states(name):
 
 def test_inner_product_of_states():
     for table in (rows.rows_of(16, 3), rows.rows_of(64, 2, 4)):
-        a, b = torch.randn(2, 3, len(table.representative), 4, dtype=torch.float64,
-                           generator=torch.Generator().manual_seed(0))  # fmt: skip
+        a, b = torch.randn(
+            2, 3, len(table.representative), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         inner = table.inner(table.from_public(a), table.from_public(b))
         torch.testing.assert_close(inner, (a * b).sum((1, 2)))
 
@@ -159,7 +159,7 @@ def test_operators(gate):
     own = (s, z, sums, decays, message, incoming)
     out, norm, s, z, last = checked(
         context_parallel.context_output, q, k, v, log_g, *own, 2, 0.25, True, EPS, CHUNK, False, False, True
-    )  # fmt: skip
+    )
     assert s.numel() and z.numel()
     again = checked(context_parallel.context_query_gradient, out, q, k, v, log_g, out, norm, s, z, incoming, *options)
     none = s.new_empty(0)

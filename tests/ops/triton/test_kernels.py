@@ -17,7 +17,6 @@ gradients = pytest.importorskip("sympow.ops.triton.gradients", reason="needs tri
 calls = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gate = pytest.importorskip("sympow.ops.triton.gate", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
-launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", reason="needs triton")
 GPU = DEVICE == "cuda"
 # p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
 NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
@@ -233,15 +232,15 @@ def test_sums_of_gates(ends, chunk, tiled):
     [
         (2, (100, 200), 8),
         (1, (0, 1, 1, 64, 65, 200, 200), 8),
-        (2, (2500, 5000), launch_gradients.GATE_BLOCK),
-        (1, (0, 1, 1, 2048, 2049, 5000, 5000), launch_gradients.GATE_BLOCK),
-        (2, (100, 200), launch_gradients.GATE_BLOCK),  # one block has all of a row
-        (1, (0, 1, 1, 64, 65, 200, 200), launch_gradients.GATE_BLOCK),
+        (2, (2500, 5000), launch.GATE_BLOCK),
+        (1, (0, 1, 1, 2048, 2049, 5000, 5000), launch.GATE_BLOCK),
+        (2, (100, 200), launch.GATE_BLOCK),  # one block has all of a row
+        (1, (0, 1, 1, 64, 65, 200, 200), launch.GATE_BLOCK),
     ],
 )
 def test_gate_gradient(rows, ends, block, monkeypatch):
     """Of rows and of packed documents. The numbers have 17 bits, so that all is exact but for the last rounding."""
-    monkeypatch.setattr(launch_gradients, "GATE_BLOCK", block)
+    monkeypatch.setattr(launch, "GATE_BLOCK", block)
     G, R, tokens = 2, 3, ends[-1]
     gen = torch.Generator().manual_seed(0)
     dsums_q, dsums_k, last = (
@@ -257,14 +256,14 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
     documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
     expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
     expected[::7, 0] = 0
-    assert torch.equal(launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last).flatten(0, 1), expected)
+    assert torch.equal(launch.gate_gradient(call, log_g, dsums_q, dsums_k, last).flatten(0, 1), expected)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [(2, (100, 200)), (1, (0, 1, 1, 64, 65, 200, 200))])
-@pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, launch_gradients.SHORT_GATE_BLOCK)])
+@pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, launch.SHORT_GATE_BLOCK)])
 def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     """To the end of each chunk, and from there on what goes through the states. The numbers have 17 bits."""
-    monkeypatch.setattr(launch_gradients, "SHORT_GATE_BLOCK", block)
+    monkeypatch.setattr(launch, "SHORT_GATE_BLOCK", block)
     G, R, tokens = 2, 3, ends[-1]
     gen = torch.Generator().manual_seed(0)
     cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None
@@ -275,7 +274,7 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     chunks = call.plan.layout.blocks(chunk)
     dsums_q, dsums_k, last, through = (
         torch.randint(-(2**16), 2**16, shape, generator=gen).to(torch.float32).to(DEVICE) / 1024
-        for shape in ((G * R, tokens), (G, tokens), (len(ends), G), (chunks, G, launch_gradients.STATE_PARTS))
+        for shape in ((G * R, tokens), (G, tokens), (len(ends), G), (chunks, G, launch.STATE_PARTS))
     )
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     expected, index = [], 0
@@ -289,7 +288,7 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     log_g.view(-1, G)[::7, 0] = -120.0  # a decay of 0
     want = torch.cat(expected, 1).T.float()
     want[::7, 0] = 0
-    got = launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last if final else None, through.double())
+    got = launch.gate_gradient(call, log_g, dsums_q, dsums_k, last if final else None, through.double())
     assert torch.equal(got.flatten(0, 1), want)
 
 
@@ -307,7 +306,7 @@ def test_through_states(p, key_dim, ends):
     (s, z), (ds, dz) = ([torch.randn(shape, generator=gen).to(DEVICE) for shape in shapes] for _ in range(2))
     # Of rows of one monomial all are alike, and Z is symmetric, as those that are summed up.
     s, ds = (call.plan.rows.from_public(call.plan.rows.to_public(x)) for x in (s, ds))
-    through = launch_gradients.through_states(call, s, z, ds, dz, p == 2).sum(2)
+    through = launch.through_states(call, s, z, ds, dz, p == 2).sum(2)
     index = followed = 0
     for start, stop in pairwise((0, *ends)) if ends else ((0, 200), (200, 400)):
         for first in range(start, stop, chunk):
@@ -344,7 +343,7 @@ def test_the_state_pass_multiplies_gradients_with_states(p, key_dim, packed, dty
         ds, dz = launch.states(call, None, None, None, reads_z, gradient, room, forward)
         parts.append((ds, dz, products))
         if apart:
-            expected = launch_gradients.through_states(call, s, z, ds, dz, reads_z).sum(2)
+            expected = launch.through_states(call, s, z, ds, dz, reads_z).sum(2)
     chunk, index, followed = call.plan.chunk, 0, []
     for start, stop in pairwise((0, *ends)) if ends else ((0, T), (0, T)):
         for first in range(start, stop, chunk):

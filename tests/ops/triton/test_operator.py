@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops import PowerState, power_attention
+from sympow.ops.runtime.launcher import Launcher
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-Launcher = pytest.importorskip("sympow.ops.runtime.launcher", reason="needs triton").Launcher
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
@@ -296,8 +296,7 @@ def test_lengths_of_prompts_share_a_graph():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "documents", "chunk"),
-    [(2048, 64, 256), (2048, 2, 1024), (2000, 1, 2000), (4096, 4, 768)],
+    ("tokens", "documents", "chunk"), [(2048, 64, 256), (2048, 2, 1024), (2000, 1, 2000), (4096, 4, 768)]
 )
 def test_chunks_of_packed_documents_with_states_are_about_as_long_as_documents(tokens, documents, chunk):
     q = torch.empty(1, tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16)

@@ -68,8 +68,9 @@ def test_a_butterfly_factor_takes_one_or_two_layers(block, width):
 @pytest.mark.parametrize(("size", "width", "pairs"), [(8, 2, 1), (32, 4, 3), (16, 16, 2), (16, 1, 2)])
 def test_kaleidoscope_matrices_take_layers_as_their_factors(size, width, pairs):
     """H.16 (2) to H.18: at most 4 log n layers for each of the matrices B C*, and one for the sum at the end."""
-    drawn = [(random_butterfly(size, generator(2 * i)), random_butterfly(size, generator(2 * i + 1)))
-             for i in range(pairs)]  # fmt: skip
+    drawn = [
+        (random_butterfly(size, generator(2 * i)), random_butterfly(size, generator(2 * i + 1))) for i in range(pairs)
+    ]
     factors, x = kaleidoscope(drawn), torch.randn(1000, size, generator=generator(9), dtype=torch.float64)
     matrix = torch.eye(size).double()
     for outer, inner in drawn:

@@ -24,6 +24,7 @@ from sympow.ops.triton.hopper.primitives import (
     REACH_TILE,
     assign,
     await_last,
+    buffers,
     copy_rows,
     exp2,
     query_step,
@@ -41,14 +42,6 @@ def key_tile(shape: tuple[int, ...], token_stride: int, head_stride: int, rows: 
     strides = [time * token_stride, token_stride, head_stride, 1]
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, 1, width], gl.bfloat16)
     return Tile(list(shape), strides, [1, rows, 1, width], layout)
-
-
-@gluon.jit
-def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Allocates shared memory for COUNT tiles [ROWS, WIDTH]."""
-    return gl.allocate_shared_memory(
-        gl.bfloat16, [COUNT, ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
-    )
 
 
 @gluon.jit
@@ -163,10 +156,10 @@ def query_pass(
     g = (h // R).to(gl.int32)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
-    dy_s = _tiles(1, BLOCK, V).index(0)
-    queries_s = _tiles(1, BLOCK, K).index(0)
-    keys_s = _tiles(_STAGES, KEYS, K)
-    values_s = _tiles(_STAGES, KEYS, V)
+    dy_s = buffers(1, BLOCK, V).index(0)
+    queries_s = buffers(1, BLOCK, K).index(0)
+    keys_s = buffers(_STAGES, KEYS, K)
+    values_s = buffers(_STAGES, KEYS, V)
     sums_s = _vectors(_STAGES, KEYS)
     bars = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
@@ -333,10 +326,10 @@ def key_pass(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     held: gl.constexpr = gl.DotOperandLayout(0, score_mma, 2)
-    keys_s = _tiles(1, BLOCK, K).index(0)
-    values_s = _tiles(1, BLOCK, V).index(0)
-    queries_s = _tiles(3, QUERIES, K)
-    dy_s = _tiles(3, QUERIES, V)
+    keys_s = buffers(1, BLOCK, K).index(0)
+    values_s = buffers(1, BLOCK, V).index(0)
+    queries_s = buffers(3, QUERIES, K)
+    dy_s = buffers(3, QUERIES, V)
     near_s = _vectors(3, QUERIES)
     delta_s = _vectors(3, QUERIES)
     copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)

@@ -9,6 +9,8 @@ from sympow.ops.triton.hopper.compat import barrier
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
+    buffer,
+    buffers,
     column,
     copy_rows,
     exp2,
@@ -121,12 +123,8 @@ def _first_queries(
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Returns buffers for queries and output gradients of three steps, and starts the copies of the first two."""
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
-    )
-    dy_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, QUERIES, V], gl.NVMMASharedLayout.get_default_for([QUERIES, V], gl.bfloat16)
-    )
+    queries_s = buffers(3, QUERIES, K)
+    dy_s = buffers(3, QUERIES, V)
     for early in gl.static_range(2):
         head, s0 = query_step(first * 0 + early, first, after, within, R, BLOCK, QUERIES)
         h = g * R + head
@@ -166,12 +164,8 @@ def key_pass(
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     UPPER: gl.constexpr = K - HALF
 
-    keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-    )
-    values_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
-    )
+    keys_s = buffer(BLOCK, K)
+    values_s = buffer(BLOCK, V)
     copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)
     copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
     q += start * q_st

@@ -10,14 +10,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sympow.ops.triton.hopper.compat import barrier
 from sympow.ops.triton.hopper.output import before_level, from_level, stage_pairs
 from sympow.ops.triton.hopper.primitives import (
+    buffer,
+    buffers,
     copy_rows,
     exp2,
     locate,
     query_step,
+    signed_power,
     stage_columns,
     sum_before,
 )
-from sympow.ops.triton.hopper.query_gradient_levels import signed_power, through_state, tile_layout
+from sympow.ops.triton.hopper.query_gradient_levels import through_state, tile_layout
 from sympow.ops.triton.hopper.ring import first_in_one, ring_in_one
 
 
@@ -136,12 +139,8 @@ def key_pass(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     value_left: gl.constexpr = gl.DotOperandLayout(0, value_mma, 2)
 
-    keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-    )
-    values_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
-    )
+    keys_s = buffer(BLOCK, K)
+    values_s = buffer(BLOCK, V)
     copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)
     copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
     async_copy.commit_group()
@@ -181,12 +180,8 @@ def key_pass(
     after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
     within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
     total = R * (after + within)
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
-    )
-    dy_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, QUERIES, V], gl.NVMMASharedLayout.get_default_for([QUERIES, V], gl.bfloat16)
-    )
+    queries_s = buffers(3, QUERIES, K)
+    dy_s = buffers(3, QUERIES, V)
     for early in gl.static_range(2):
         _copy_queries(
             queries_s, dy_s, q, q_st, q_sh, dout, H, first * 0 + early, first, after, within, end, g, K, V, R, BLOCK,

@@ -13,11 +13,13 @@ from sympow.ops.triton.hopper.compat import barrier, reinterpret
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
+    buffer,
     copy_rows,
     exp2,
     first_keys,
     reach_tile,
     stage_columns,
+    store_rows,
     sum_before,
 )
 from sympow.ops.triton.hopper.ring import (
@@ -249,9 +251,7 @@ def output_pass(
 
     # Products within the chunk read queries from shared memory. Queries that were kept in registers across a loop gave
     # wrong results (Triton 3.6 to 3.7).
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-    )
+    queries_s = buffer(BLOCK, K)
     copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
     async_copy.commit_group()
     k += start * k_st + g * k_sh
@@ -368,9 +368,4 @@ def output_pass(
         total = total * out_scale + eps
         acc *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma))[:, None]
         gl.store(norm + h * tokens + start + row, total, mask=row < length)
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [num_warps, 1], [1, 0])
-    result = gl.convert_layout(acc.to(out.dtype.element_ty), out_layout)
-    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
-    col = gl.arange(0, V, gl.SliceLayout(0, out_layout))
-    tile = out + ((start + first) * H + h) * V + (t[:, None] * (H * V) + col[None, :])
-    gl.store(tile, result, mask=(first + t < length)[:, None])
+    store_rows(out, H, h, acc, start, first, length, BLOCK, V, num_warps)

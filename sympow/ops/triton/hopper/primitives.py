@@ -18,6 +18,15 @@ def exp2(x):
 
 
 @gluon.jit
+def signed_power(x, P: gl.constexpr):
+    """Returns x**P by multiplication."""
+    y = x
+    for _ in gl.static_range(P - 1):
+        y *= x
+    return y
+
+
+@gluon.jit
 def start_next(OVERLAP: gl.constexpr):
     """As `primitives.start_next`."""
     if OVERLAP:
@@ -114,12 +123,40 @@ def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, Q
 
 
 @gluon.jit
-def copy_rows(buffer, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def buffer(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns shared memory for rows [ROWS, WIDTH] of bfloat16, in the layout that products read."""
+    return gl.allocate_shared_memory(
+        gl.bfloat16, [ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
+    )
+
+
+@gluon.jit
+def buffers(COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns what `buffer` does COUNT times, in one allocation [COUNT, ROWS, WIDTH]."""
+    return gl.allocate_shared_memory(
+        gl.bfloat16, [COUNT, ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
+    )
+
+
+@gluon.jit
+def copy_rows(to, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     """Starts the copy of rows [ROWS, WIDTH] into shared memory, with zeros from row `left` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    load_async(buffer, ptr + (r[:, None] * stride + c[None, :]), mask=(r < left)[:, None])
+    load_async(to, ptr + (r[:, None] * stride + c[None, :]), mask=(r < left)[:, None])
+
+
+@gluon.jit
+def store_rows(result, H, h, x, start, first, length, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Writes x [ROWS, WIDTH] to head h of a contiguous result [tokens, H, WIDTH], for the tokens of a sequence from
+    `first` on. The sequence has `length` tokens, the first of which is `start`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
+    rows = gl.convert_layout(x.to(result.dtype.element_ty), layout)
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    tile = result + ((start + first) * H + h) * WIDTH + (r[:, None] * (H * WIDTH) + c[None, :])
+    gl.store(tile, rows, mask=(first + r < length)[:, None])
 
 
 @gluon.jit
@@ -143,12 +180,8 @@ def first_keys(
     KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Returns buffers for keys and values of three steps, from `begin` on, and starts the copies of two."""
-    keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
-    )
-    values_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
-    )
+    keys_s = buffers(3, KEYS, K)
+    values_s = buffers(3, KEYS, V)
     for early in gl.static_range(2):
         s0 = begin + early * KEYS
         copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, WARPS)
@@ -159,7 +192,7 @@ def first_keys(
 
 @gluon.jit
 def copy_state(
-    buffer, state, i, stop,
+    to, state, i, stop,
     TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Starts the copy of the rows of every last index of TILE / K prefixes, the i-th such group, if i < stop.
@@ -174,7 +207,7 @@ def copy_state(
     upper = gl.where(j >= HALF, HALF * K + (a - HALF) * (K - HALF) + (j - HALF), j * K + a)
     row = gl.where(a < HALF, a * K + j, upper)
     wanted = (a < gl.where(i < stop, K, 0))[:, None]
-    load_async(buffer, state + (row[:, None] * V + c[None, :]), mask=wanted)
+    load_async(to, state + (row[:, None] * V + c[None, :]), mask=wanted)
 
 
 @gluon.jit

@@ -9,12 +9,15 @@ from sympow.ops.triton.hopper.compat import barrier
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
+    buffer,
     copy_rows,
     exp2,
     first_keys,
     reach_tile,
+    signed_power,
     stage_columns,
     start_next,
+    store_rows,
     sum_before,
 )
 from sympow.ops.triton.hopper.ring import add_products, first_tiles, ring
@@ -48,6 +51,67 @@ def _query_halves(
 
 
 @gluon.jit
+def within_chunk(
+    acc, queries_s, dy_s, keys_s, values_s, delta, k, k_st, v, v_st, sums, g, G, tokens, start, length, first, origin,
+    begin,
+    P: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr, GATED: gl.constexpr,
+    mma: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Returns acc [BLOCK, K] plus the gradient of queries through the keys of their chunk, from `begin` on, decayed to
+    each query. The copies of the first keys have been started; delta [BLOCK] is the part of the normalizer, or None."""
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    if delta is not None:
+        own_delta = gl.convert_layout(delta, gl.SliceLayout(1, score_mma))
+    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
+    if GATED:
+        high, rest = sum_before(here, low, first, origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
+    end = gl.minimum(first + BLOCK, length)
+    steps = gl.cdiv(end - begin, KEYS)
+    before = (first - begin) // KEYS
+    for i in range(steps):
+        s0 = begin + i * KEYS
+        if GATED:
+            if i == before:
+                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        s1 = s0 + 2 * KEYS
+        stage = (i + 2) % 3
+        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, WARPS)
+        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, WARPS)
+        async_copy.commit_group()
+        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
+        keys = keys_s.index(i % 3)
+        grad = warpgroup_mma(dy_s, values_s.index(i % 3).permute([1, 0]), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(queries_s, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        grad, scores = warpgroup_mma_wait(0, deps=(grad, scores))
+        if delta is not None:
+            grad -= own_delta[:, None]
+        grad *= signed_power(scores, P - 1)
+        if i < before:
+            if GATED:
+                grad *= exp2(ref - there)[None, :]
+        else:
+            if GATED:
+                grad *= exp2((own + ref)[:, None] - there[None, :])
+            grad = gl.where(row[:, None] >= (s0 + j)[None, :], grad, 0.0)
+        grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
+        acc = warpgroup_mma(grad, keys, acc, is_async=True)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
+    async_copy.wait_group(0)
+    return acc
+
+
+@gluon.jit
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
     reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
@@ -69,12 +133,8 @@ def query_pass(
         await_last(OVERLAP)
         begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
-    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
 
-    dy_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
-    )
+    dy_s = buffer(BLOCK, V)
     q += (start + first) * q_st + h * q_sh
     k += start * k_st + g * k_sh
     v += start * v_st + g * v_sh
@@ -83,9 +143,7 @@ def query_pass(
     # If the part of the state needs all shared memory, queries, keys and values reuse it at the end.
     LATE: gl.constexpr = STATES and PARTS == 4
     if not LATE:
-        queries_s = gl.allocate_shared_memory(
-            gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-        )
+        queries_s = buffer(BLOCK, K)
         copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
@@ -118,66 +176,19 @@ def query_pass(
                 )
     if LATE:
         barrier()
-        queries_s = gl.allocate_shared_memory(
-            gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-        )
+        queries_s = buffer(BLOCK, K)
         copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
-    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + (g + G) * tokens + start
-    low = here + G * tokens
-    score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
-    score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))
-    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
-    if GATED:
-        high, rest = sum_before(here, low, first, origin)
-        own = gl.load(here + score_row, mask=score_row < length, other=0.0) - high
-        own += gl.load(low + score_row, mask=score_row < length, other=0.0) - rest
-        if STATES:
-            acc *= kept
-    end = gl.minimum(first + BLOCK, length)
-    steps = gl.cdiv(end - begin, KEYS)
-    before = (first - begin) // KEYS
-    for i in range(steps):
-        s0 = begin + i * KEYS
-        if GATED:
-            if i == before:
-                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
-            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
-            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        s1 = s0 + 2 * KEYS
-        stage = (i + 2) % 3
-        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, num_warps)
-        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, num_warps)
-        async_copy.commit_group()
-        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
-        keys = keys_s.index(i % 3)
-        grad = warpgroup_mma(dy_s, values_s.index(i % 3).permute([1, 0]), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma(queries_s, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        grad, scores = warpgroup_mma_wait(0, deps=(grad, scores))
-        grad = (grad - score_d[:, None]) * scores
-        if i < before:
-            if GATED:
-                grad *= exp2(ref - there)[None, :]
-        else:
-            if GATED:
-                grad *= exp2((own + ref)[:, None] - there[None, :])
-            grad = gl.where(score_row[:, None] >= (s0 + j)[None, :], grad, 0.0)
-        grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
-        acc = warpgroup_mma(grad, keys, acc, is_async=True)
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
-    async_copy.wait_group(0)
+    if GATED and STATES:
+        acc *= kept
+    acc = within_chunk(
+        acc, queries_s, dy_s, keys_s, values_s, d, k, k_st, v, v_st, sums, g, G, tokens, start, length, first, origin,
+        begin, 2, K, V, BLOCK, KEYS, GATED, mma, num_warps,
+    )  # fmt: skip
 
     acc *= (gl.load(factor + h * tokens + start + row, mask=row < length, other=0.0) * grad_scale)[:, None]
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
     if GATED:
         queries = queries_s.load(mma).to(gl.float32)
         gl.store(dsums + h * tokens + start + row, gl.sum(acc * queries, 1), mask=row < length)
-    result = gl.convert_layout(acc.to(gl.bfloat16), out_layout)
-    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
-    c = gl.arange(0, K, gl.SliceLayout(0, out_layout))
-    tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + c[None, :])
-    gl.store(tile, result, mask=(first + t < length)[:, None])
+    store_rows(dq, H, h, acc, start, first, length, BLOCK, K, num_warps)

@@ -16,14 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton.hopper.compat import load_async, reinterpret
 from sympow.ops.triton.hopper.primitives import (
+    buffer,
+    buffers,
     column,
     copy_rows,
     exp2,
     first_keys,
     locate,
     stage_columns,
-    sum_before,
 )
+from sympow.ops.triton.hopper.query_gradient import within_chunk
 
 
 @gluon.constexpr_function
@@ -97,9 +99,7 @@ def through_state(
     TURNS: gl.constexpr = step_count(K - SKIP, P, GROUP) // PER
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDE, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, PER * WIDE, V], gl.NVMMASharedLayout.get_default_for([PER * WIDE, V], gl.bfloat16)
-    )
+    tiles = buffers(STAGES, PER * WIDE, V)
     for early in gl.static_range(STAGES - 1):
         where = _tile_rows(rows, early, TURNS, PER * WIDE, V, WARPS)
         _copy_tile(tiles.index(early), state, where, V, WARPS)
@@ -136,15 +136,6 @@ def through_state(
     async_copy.wait_group(0)
     tiles._keep_alive()
     return acc
-
-
-@gluon.jit
-def signed_power(x, P: gl.constexpr):
-    """Returns x**P by multiplication."""
-    y = x
-    for _ in gl.static_range(P - 1):
-        y *= x
-    return y
 
 
 @gluon.jit
@@ -202,14 +193,9 @@ def query_pass(
     begin = (first // CHUNK) * CHUNK
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
 
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-    )
-    dy_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
-    )
+    queries_s = buffer(BLOCK, K)
+    dy_s = buffer(BLOCK, V)
     copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
     copy_rows(dy_s, dout + ((start + first) * H + h) * V, H * V, length - first, BLOCK, V, num_warps)
     async_copy.commit_group()
@@ -235,50 +221,12 @@ def query_pass(
                 state, rows, entries, columns, dy_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
             )
 
-    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + (g + G) * tokens + start
-    low = here + G * tokens
-    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
-    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        high, rest = sum_before(here, low, first, begin)
-        own = gl.load(here + row, mask=row < length, other=0.0) - high
-        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         acc *= kept
-    end = gl.minimum(first + BLOCK, length)
-    steps = gl.cdiv(end - begin, KEYS)
-    before = (first - begin) // KEYS
-    for i in range(steps):
-        s0 = begin + i * KEYS
-        if GATED:
-            if i == before:
-                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
-            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
-            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        s1 = s0 + 2 * KEYS
-        stage = (i + 2) % 3
-        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, num_warps)
-        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, num_warps)
-        async_copy.commit_group()
-        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
-        keys = keys_s.index(i % 3)
-        grad = warpgroup_mma(dy_s, values_s.index(i % 3).permute([1, 0]), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma(queries_s, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        grad, scores = warpgroup_mma_wait(0, deps=(grad, scores))
-        grad *= signed_power(scores, P - 1)
-        if i < before:
-            if GATED:
-                grad *= exp2(ref - there)[None, :]
-        else:
-            if GATED:
-                grad *= exp2((own + ref)[:, None] - there[None, :])
-            grad = gl.where(row[:, None] >= (s0 + j)[None, :], grad, 0.0)
-        grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
-        acc = warpgroup_mma(grad, keys, acc, is_async=True)
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
-    async_copy.wait_group(0)
+    acc = within_chunk(
+        acc, queries_s, dy_s, keys_s, values_s, None, k, k_st, v, v_st, sums, g, G, tokens, start, length, first, begin,
+        begin, P, K, V, BLOCK, KEYS, GATED, mma, num_warps,
+    )  # fmt: skip
 
     acc *= grad_scale
     if GATED:

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper.primitives import column, copy_rows, copy_state
+from sympow.ops.triton.hopper.primitives import buffer, buffers, column, copy_rows, copy_state
 
 
 @gluon.constexpr_function
@@ -24,11 +24,10 @@ def copies_ahead(stages):
 @gluon.jit
 def ring(STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Returns a tuple of STAGES buffers [ROWS, WIDTH]."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
-    buffers = ()
+    tiles = ()
     for _ in gl.static_range(STAGES):
-        buffers = buffers + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, WIDTH], layout),)
-    return buffers
+        tiles = tiles + (buffer(ROWS, WIDTH),)
+    return tiles
 
 
 @gluon.jit
@@ -70,8 +69,7 @@ def first_tiles(
 def ring_in_one(STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Returns one buffer [STAGES, ROWS, WIDTH], for at most three stages and loops that are not unrolled."""
     gl.static_assert(STAGES <= 3)
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
-    return gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, WIDTH], layout)
+    return buffers(STAGES, ROWS, WIDTH)
 
 
 @gluon.jit

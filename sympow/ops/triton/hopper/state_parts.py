@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper.compat import barrier, reinterpret
-from sympow.ops.triton.hopper.primitives import column, copy_rows, stage_columns
+from sympow.ops.triton.hopper.primitives import buffer, column, copy_rows, stage_columns
 from sympow.ops.triton.hopper.ring import await_tile, first_in_one, next_in_one, ring_in_one, tile_in_one
 
 
@@ -129,9 +129,7 @@ def query_states(
     that of the normalizer."""
     QUARTER: gl.constexpr = K // 4
     view: gl.constexpr = by_column(BLOCK, 2, K // 2, WARPS)
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-    )
+    queries_s = buffer(BLOCK, K)
     tiles = ring_in_one(STAGES, K, V)
     copy_rows(queries_s, q, q_st, left, BLOCK, K, WARPS)
     if NORMALIZE:  # Z reuses the memory of the tile that is copied last

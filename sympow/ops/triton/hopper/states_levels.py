@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper.compat import load_async
-from sympow.ops.triton.hopper.primitives import exp2, step_pointers
+from sympow.ops.triton.hopper.primitives import buffers, exp2, step_pointers
 
 LAST = gl.constexpr(4)  # last indices of a tile
 
@@ -367,9 +367,7 @@ def state_pass(
         chunk0 = n.to(gl.int64) * gl.cdiv(T, CHUNK)
     chunks = gl.cdiv(length, CHUNK)
     rows: gl.constexpr = before_level(LEVELS, len(LEVELS), TILES, num_warps)[0]
-    ys = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, STEP, V], gl.NVMMASharedLayout.get_default_for([STEP, V], gl.bfloat16)
-    )
+    ys = buffers(STAGES, STEP, V)
     xt_sh = stride * (2 * K + 1)
     xt += g * R * xt_sh + gl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + n.to(gl.int64) * ALIGN, ALIGN)
     y += start * y_st + g * R * y_sh

@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from sympow.ops.runtime.launcher import launch, next_power_of_2
+from sympow.ops.runtime.launcher import jit, launch, next_power_of_2
 from sympow.ops.runtime.operator import operator
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 # Columns that a program holds at once, and its warps at that width. With more programs on an SM, a row would leave the
 # L2 cache before it is read for the second time.
 COLUMNS, WARPS = 8192, 8
 
 
-@triton.jit
+@jit
 def token_losses(
     logits,  # [N, W], replaced by the gradients of the losses; rows are W apart
     targets,  # int64 [N]
@@ -29,7 +32,8 @@ def token_losses(
 ):
     """Computes the loss of one row and its gradient, softmax less one at the target; both 0 for a target of IGNORE.
 
-    The loss is NaN for a target that is not in the row."""
+    The loss is NaN for a target that is not in the row.
+    """
     i_n = tl.program_id(0)
     logits += tl.cast(i_n, tl.int64) * W
     column = tl.arange(0, BLOCK)

@@ -6,29 +6,32 @@ computes the gradient of h and its sum over the tokens, the gradient of b.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.runtime.launcher import ceil_div, launch, sharing
+from sympow.ops.runtime.launcher import ceil_div, jit, launch, sharing
 from sympow.ops.runtime.operator import cast, operator
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 ROWS, COLUMNS, BACKWARD_ROWS, BACKWARD_COLUMNS, WARPS = 8, 1024, 4, 256, 4  # of a tile
 PROGRAMS = 8  # programs of the backward for each SM; each writes a part of the gradient of the bias
 
-_SLOPE = tl.constexpr(2 * 0.7978845608028654)  # twice sqrt(2 / pi)
-_CUBE = tl.constexpr(0.044715)
+_SLOPE = 2 * 0.7978845608028654  # twice sqrt(2 / pi)
+_CUBE = 0.044715
 
 
-@triton.jit
+@jit
 def _sigmoid(x):
     """Returns the factor of the GELU, (1 + tanh(z)) / 2 with z = sqrt(2 / pi) (x + 0.044715 x^3)."""
     return 1.0 / (1.0 + tl.exp((x + x * x * x * _CUBE) * -_SLOPE))
 
 
-@triton.jit(do_not_specialize=["N"])
+@jit(do_not_specialize=["N"])
 def gelu(
     hidden,  # [N, D]
     bias,  # [D]
@@ -38,8 +41,10 @@ def gelu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a tile of gelu(hidden + bias). Grid: tiles, row by row; only the first axis of a grid has room for the
-    rows."""
+    """Computes a tile of gelu(hidden + bias).
+
+    Grid: tiles, row by row; only the first axis of a grid has room for the rows.
+    """
     across = tl.cdiv(D, COLUMNS)
     row = tl.cast(tl.program_id(0) // across, tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -50,7 +55,7 @@ def gelu(
     tl.store(out + place, (x * _sigmoid(x)).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N"])
+@jit(do_not_specialize=["N"])
 def gelu_backward(
     grad,  # [N, D]: the gradient of the GELU's output; replaced by that of hidden
     hidden,  # [N, D]
@@ -62,8 +67,10 @@ def gelu_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes COLUMNS columns of every num_programs(1)-th block of ROWS rows. Grid: blocks of columns, programs that
-    share the rows."""
+    """Computes COLUMNS columns of every num_programs(1)-th block of ROWS rows.
+
+    Grid: blocks of columns, programs that share the rows.
+    """
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)  # threads exchange sums only once, after the last block
@@ -83,7 +90,7 @@ def gelu_backward(
     tl.store(part + col, tl.sum(total, 0), mask=col < D)
 
 
-@triton.jit(do_not_specialize=["N"])
+@jit(do_not_specialize=["N"])
 def column_sums(
     x,  # [N, D]
     out,  # float32 [programs, D]: a part of the sum for each program of the second axis
@@ -115,8 +122,10 @@ def _gelu(hidden: Tensor, bias: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, hidden: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gelu(hidden + bias) of hidden [N, D], and the gradient of the bias in float32. Overwrites `grad`, the
-    gradient of the result, with that of hidden."""
+    """Returns gelu(hidden + bias) of hidden [N, D], and the gradient of the bias in float32.
+
+    Overwrites `grad`, the gradient of the result, with that of hidden.
+    """
     out, (grid, numbers) = torch.empty_like(hidden), _shared(hidden)
     if not len(hidden):
         return out, torch.zeros(hidden.shape[1], device=hidden.device)

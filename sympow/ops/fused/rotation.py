@@ -1,33 +1,230 @@
-"""The rotation (M15), and an RMSNorm of queries and keys before it, as PyTorch operators with one kernel each way.
+"""The rotation of queries and keys by their positions (M15), and an RMSNorm before it.
 
-The output of a fused projection becomes queries, keys and values, separate tensors. The backward computes the gradient
-of the projection's output from their gradients. `sympow.ops.rotary` is the specification. As there, angles are reduced
-to one rotation in float64, and everything else is computed in float32.
+On a GPU one kernel each way turns the output of a fused projection into queries, keys and values, separate tensors.
+Angles are reduced to one rotation in float64. Everything else is computed in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd, pi, tau
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-from sympow.ops.runtime.launcher import MOST_LAUNCHERS, Launcher, ceil_div, next_power_of_2
+from sympow.ops.availability import has_kernels
+from sympow.ops.checks import check_float64
+from sympow.ops.first_order import first_order
+from sympow.ops.runtime.launcher import MOST_LAUNCHERS, Launcher, ceil_div, jit, next_power_of_2
 from sympow.ops.runtime.operator import operator
+from sympow.ops.types import Rotation
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 TILE, WARPS = 2048, 4  # elements of a tile of a program: tokens times channels of a head
 SHARING = 4  # key/value heads of a program, at most, that share positions and therefore sines
 
-_QUARTERS = tl.constexpr(4 / tau)  # full rotations in a radian
-_QUARTER = tl.constexpr(pi / 2)
-_ROUND = tl.constexpr(1.5 * 2**52)  # a float64 of this size has no fraction: adding it rounds to the nearest integer
+_QUARTERS = 4 / tau  # full rotations in a radian
+_QUARTER = pi / 2
+_ROUND = 1.5 * 2**52  # a float64 of this size has no fraction: adding it rounds to the nearest integer
 
 
-@triton.jit
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotates the channel pairs (2m - 1, 2m) of x by the angles positions * theta_m (M15).
+
+    Differentiable in x and positions.
+
+    Args:
+        x: [B, T, H, K].
+        positions: float64 [T], or [B, T], or [B, T, G] with G dividing H (heads of a group have the same positions).
+        frequencies: float64 [K/2], radians per unit of position.
+
+    Returns:
+        Like x; computed in float32 (float64 for float64 x).
+    """
+    return rotate_alike((x,), positions, frequencies)[0]
+
+
+def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
+    """Rotates several tensors of one dtype, such as queries and keys, as `rotate` does.
+
+    Sines are computed only once.
+    """
+    grouped = _grouped(positions)
+    for x in tensors:
+        if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
+            wanted = f"[B, T, H, {2 * frequencies.shape[-1]}]"
+            raise ValueError(f"x is {wanted} for these frequencies; got {list(x.shape)}")
+        _check_positions(positions, grouped, x.shape)
+    if has_kernels(tensors[0].device, tensors[0].dtype):
+        rest = (0, None, None, 0.0)  # no keys, no norm
+        return tuple(fused_rotate_heads(x.flatten(2), grouped, frequencies, x.shape[2], *rest)[0] for x in tensors)
+    if not torch.is_grad_enabled():  # an autograd function costs a decoded token more than the rotation
+        return _rotated(grouped, frequencies, tensors)
+    return _Rotate.apply(grouped, frequencies, *tensors)
+
+
+def rotate_heads(
+    qkv: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits the output of a fused projection into heads, and rotates queries and keys.
+
+    On a GPU this is one kernel. With `norms`, queries and keys are first normed by an RMSNorm over their channels.
+
+    Args:
+        qkv: [B, T, H K + G K + G V], the queries of all heads, then the keys, then the values.
+        positions: as in `rotate`, their last axis dividing G.
+        frequencies: float64 [K/2], radians per unit of position.
+        heads: H.
+        kv_heads: G, which divides H.
+        norms: the weights [K] of the norm of queries and of that of keys; None: no norm.
+        norm_eps: the number that the norms add to the mean square.
+
+    Returns:
+        q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V]. If gradients are on, none of them is a view of
+        qkv. So without `norms`, qkv need not stay in memory for the backward.
+    """
+    key_dim = 2 * frequencies.shape[-1]
+    if min(heads, kv_heads) < 1 or heads % kv_heads:
+        raise ValueError(f"heads must be a positive multiple of kv_heads; got {heads=}, {kv_heads=}")
+    values = qkv.shape[-1] - (heads + kv_heads) * key_dim
+    if qkv.ndim != 3 or values < 1 or values % kv_heads:
+        wanted = f"[B, T, ({heads} + {kv_heads}) {key_dim} + {kv_heads} V]"
+        raise ValueError(f"qkv is {wanted} for these heads and frequencies; got {list(qkv.shape)}")
+    if has_kernels(qkv.device, qkv.dtype):
+        grouped = _grouped(positions)
+        _check_positions(positions, grouped, (*qkv.shape[:2], kv_heads, key_dim))
+        return fused_rotate_heads(qkv, grouped, frequencies, heads, kv_heads, *(norms or (None, None)), norm_eps)
+    q, k, v = qkv.split([heads * key_dim, kv_heads * key_dim, values], dim=-1)
+    q, k = q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, -1))
+    if norms is not None:
+        q, k = (_normed(x, weight, norm_eps) for x, weight in zip((q, k), norms, strict=True))
+    q, k = rotate_alike((q, k), positions, frequencies)
+    if torch.is_grad_enabled():
+        v = v.contiguous()
+    return q, k, v.unflatten(-1, (kv_heads, -1))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns the RMSNorm over the last axis, computed in float32 at least and returned in the dtype of x."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(dtype), (x.shape[-1],), weight.to(dtype), eps).to(x.dtype)
+
+
+def _grouped(positions: Tensor) -> Tensor:
+    """Returns positions as [1, T, 1], [B, T, 1] or [B, T, G]. Their device needs float64."""
+    check_float64(positions.device)
+    shape = {1: (1, -1, 1), 2: (*positions.shape, 1)}.get(positions.ndim, positions.shape)
+    return positions.reshape(shape)
+
+
+def _check_positions(positions: Tensor, grouped: Tensor, shape: Sequence[int]) -> None:
+    batch, time, groups = grouped.shape if grouped.ndim == 3 else (-1, -1, -1)
+    if batch not in (1, shape[0]) or time != shape[1] or groups < 1 or shape[2] % groups:
+        raise ValueError(
+            f"positions are [T], [B, T] or [B, T, G], G dividing H, for x {list(shape)}; got {list(positions.shape)}"
+        )
+
+
+def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin of theta c, [B, T, G, 1, K/2]: the angle is reduced to one turn while still in float64."""
+    turn = positions[..., None, None].to(torch.float64) * (frequencies / tau)
+    angle = (turn - turn.round()).mul_(tau).to(dtype)
+    return angle.cos(), angle.sin()
+
+
+def _pairs(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Returns the first and the second channels of the pairs of [B, T, H, K], each [B, T, G, R, K/2]."""
+    first, second = x.unflatten(-1, (-1, 2)).unflatten(2, (groups, -1)).unbind(-1)
+    return first, second
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # No complex numbers: they are slower on a CPU, and torch.compile fuses only real arithmetic.
+    a, b = _pairs(x, cos.shape[2])
+    # `.to` is not the last call: if it changes nothing, torch.compile of torch 2.11 loses the gradient of the result.
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype).reshape(x.shape)
+
+
+def _rotated(positions: Tensor, frequencies: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    cos, sin = _turns(positions, frequencies, torch.promote_types(tensors[0].dtype, torch.float32))
+    return tuple(_turned(x, cos, sin) for x in tensors)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # not (ctx, positions, ...): where gradients are off torch.compile may then drop ctx
+        positions, frequencies, *tensors = inputs
+        turned = _rotated(positions, frequencies, tensors)
+        # The results are saved and not the inputs, because attention saves the results in any case.
+        ctx.save_for_backward(positions, frequencies, *(turned if ctx.needs_input_grad[0] else ()))
+        return turned
+
+    @staticmethod
+    def backward(ctx, *grads):  # of operations that can be differentiated again
+        positions, frequencies, *turned = ctx.saved_tensors
+        cos, sin = _turns(positions, frequencies, torch.promote_types(grads[0].dtype, torch.float32))
+        dposition = None
+        if turned:
+            dposition = _position_gradient(turned, grads, frequencies, positions.shape)
+        return dposition, None, *(_turned(grad, cos, -sin) for grad in grads)
+
+
+def _position_gradient(
+    turned: Sequence[Tensor], grads: Sequence[Tensor], frequencies: Tensor, shape: Sequence[int]
+) -> Tensor:
+    """Returns the gradient of positions of `shape`, [B, T, G].
+
+    A rotation by a small angle e moves the rotated pair (a, b) by e (-b, a).
+    """
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    dangle = torch.zeros((), dtype=dtype, device=grads[0].device)
+    for y, grad in zip(turned, grads, strict=True):
+        (a, b), (da, db) = (_pairs(x.to(dtype), shape[2]) for x in (y, grad))
+        dangle = dangle + (a * db - b * da).sum(3)
+    return (dangle.to(torch.float64) * frequencies).sum(-1).sum_to_size(shape)
+
+
+def with_positions(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Returns q and k, rotated without a gradient of the positions, such that their gradients reach the positions."""
+    if not rotation.positions.requires_grad:
+        return q, k
+    q, k = _WithPositions.apply(_grouped(rotation.positions), rotation.frequencies, q, k)
+    return q, k
+
+
+def with_positions_twice(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Returns what `with_positions` does, by a rotation by angles of 0, which has derivatives of any order."""
+    positions = _grouped(rotation.positions)
+    q, k = _rotated(positions - positions.detach(), rotation.frequencies, (q, k))
+    return q, k
+
+
+class _WithPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        positions, frequencies, q, k = inputs
+        ctx.save_for_backward(positions, frequencies, q, k)
+        return q.view_as(q), k.view_as(k)
+
+    @staticmethod
+    @first_order("power_attention with a rotation")
+    def backward(ctx, *grads):
+        positions, frequencies, *turned = ctx.saved_tensors
+        return _position_gradient(turned, grads, frequencies, positions.shape), None, *grads
+
+
+@jit
 def _cos_sin(angle):
     """Returns cosine and sine of a float64 angle as float32.
 
@@ -46,13 +243,13 @@ def _cos_sin(angle):
     return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
 
 
-@triton.jit
+@jit
 def pairs(x):
     """Returns the first and the second channels of the pairs of x [M, N], float32 [M, N / 2]."""
     return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
 
 
-@triton.jit
+@jit
 def _turn(
     flat, flat_st, x, x_st, x_sh, turned, turned_st, raw, raw_st, weight, dweight, eps,
     cos, sin, moved, first, token, inside,
@@ -99,7 +296,7 @@ def _turn(
     return moved
 
 
-@triton.jit(do_not_specialize=["T"])
+@jit(do_not_specialize=["T"])
 def turn_heads(
     flat, flat_sb, flat_st, q, q_sb, q_st, q_sh, k, k_sb, k_st, k_sh, v, v_sb, v_st, v_sh, positions, c_sb, c_st, c_sg,
     frequencies, turned_q, turned_k, dpositions, raw, raw_sb, raw_st, weight_q, weight_k, dweights, eps, T, H, G,
@@ -190,8 +387,7 @@ def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, turned: Tensor | None, positi
 def _weight_parts(
     dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor | None, turned: Tensor | None, positions: Tensor
 ) -> Tensor:
-    """Returns an uninitialized tensor for the parts of all programs in the gradients of the weights; an empty one
-    without a norm."""
+    """Returns an uninitialized tensor for all programs' parts in the gradients of the weights; empty without a norm."""
     if raw is None:
         return dq.new_empty(1, 0, dtype=torch.float32)
     blocks, programs, _ = _grid(dq.shape, dv.shape, positions.shape[2], turned is not None)
@@ -199,8 +395,10 @@ def _weight_parts(
 
 
 def _grid(q: torch.Size, v: torch.Size, groups: int, turned: bool) -> tuple[int, int, int]:
-    """Returns the blocks of tokens of all rows, the programs for each, and the tokens of a block, from the shapes of q
-    and v."""
+    """Returns the blocks of tokens of all rows, the programs for each, and the tokens of a block.
+
+    It takes the shapes of q and v.
+    """
     (batch, time, heads, key_dim), (kv_heads, value_dim) = q, v[2:]
     shared = gcd(heads // groups, kv_heads // groups)
     most = shared if turned else SHARING  # one program computes the whole gradient of a position
@@ -248,8 +446,7 @@ def _launcher(
     v_strides: tuple, c_strides: tuple, raw_strides: tuple | None, eps: float, turned: bool, backward: bool,
     dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
-    """Returns the launcher for tensors of these shapes and strides. The code depends on the dtype, so each dtype has
-    one."""
+    """Returns the launcher for tensors of these shapes and strides; the compiled code depends on the dtype."""
     (batch, time, heads, key_dim), (kv_heads, value_dim), groups = q, v[2:], positions[2]
     blocks, programs, tokens = _grid(q, v, groups, turned)
     numbers: dict[str, Any] = {"flat_sb": flat_strides[0], "flat_st": flat_strides[1]}
@@ -311,10 +508,7 @@ def _backward(ctx, dq, dk, dv):
     positions, frequencies, *turned_and_normed = ctx.saved_tensors
     turned, normed = turned_and_normed[:2], turned_and_normed[2:]
     dqkv, dpositions, dweights = rotate_heads_backward(dq, dk, dv, *turned, positions, frequencies, *normed, ctx.eps)
-    if ctx.needs_input_grad[1]:
-        dpositions = dpositions.transpose(1, 2).sum_to_size(positions.shape)
-    else:
-        dpositions = None
+    dpositions = dpositions.transpose(1, 2).sum_to_size(positions.shape) if ctx.needs_input_grad[1] else None
     of_weights = (None, None)
     if normed[0] is not None:
         of_weights = (dweights[0].to(normed[1].dtype), dweights[1].to(normed[2].dtype))
@@ -326,7 +520,7 @@ def _like_heads(qkv, positions, frequencies, heads, kv_heads, weight_q, weight_k
 
 
 @operator(_like_heads, _keep, _backward)
-def rotate_heads(
+def fused_rotate_heads(
     qkv: Tensor,
     positions: Tensor,
     frequencies: Tensor,
@@ -342,8 +536,10 @@ def rotate_heads(
         qkv: bfloat16, float16 or float32. With G = 0 there are only queries.
         positions: float64 [1 or B, T, groups], where groups divides H and G.
         frequencies: float64 [K/2].
-        heads, kv_heads: H and G.
-        weight_q, weight_k: [K] of the RMSNorm of queries and of keys before the rotation; None: no norm.
+        heads: H.
+        kv_heads: G.
+        weight_q: [K] of the RMSNorm of queries before the rotation; None: no norm.
+        weight_k: the same for keys.
         eps: what the norm adds to the mean square.
     """
     q, k, v = _parts(qkv, frequencies, heads, kv_heads)

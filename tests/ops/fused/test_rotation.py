@@ -1,4 +1,4 @@
-"""The kernel of the rotation against `sympow.ops.rotary` in float64; without a GPU in Triton's interpreter.
+"""The kernel of the rotation against plain torch in float64; without a GPU in Triton's interpreter.
 
 Tolerances, of norms of differences: twice what the torch path errs in the same dtype, plus one rounding of what is
 stored. The gradient of a position is a sum of terms that cancel, c db - d da over the pairs that turn together. A term
@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sympow.layers import PowerAttention, SoftmaxAttention
 from sympow.layers.linear import LinearAttention
-from sympow.ops import rotary, rotary_frequencies, rotate_heads
+from sympow.ops import rotary_frequencies, rotate_heads
 from tests.ops.contract import DEVICE, EPS32
 
 pytest.importorskip("triton", reason="needs triton")
-from sympow.ops.fused import rotation_kernels as kernel
+from sympow.ops.fused import rotation as kernel
 from sympow.ops.runtime.launcher import Launcher
 
 GPU = DEVICE == "cuda"
@@ -53,7 +53,7 @@ SHAPES = {
 
 def turn(qkv, positions, frequencies, heads, kv_heads):
     """The kernel without a norm."""
-    return kernel.rotate_heads(qkv, positions, frequencies, heads, kv_heads, None, None, 0.0)
+    return kernel.fused_rotate_heads(qkv, positions, frequencies, heads, kv_heads, None, None, 0.0)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_norms_before_the_rotation(name, dtype):
     norms = tuple((1 + 0.3 * normal(shape.K, seed=seed)).float().to(DEVICE).requires_grad_() for seed in (4, 5))
 
     def call(*arguments):
-        return kernel.rotate_heads(*arguments, *norms, NORM_EPS)
+        return kernel.fused_rotate_heads(*arguments, *norms, NORM_EPS)
 
     actual = results(call, *inputs, shape.H, shape.G, norms=norms)
     exact, peer = (in_torch(*inputs, shape, x, norms) for x in (torch.float64, dtype))
@@ -187,7 +187,7 @@ def test_operators(grad):
     positions.requires_grad_(grad)
     arguments = (qkv, positions, frequencies, shape.H, shape.G)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    operator, operator_backward = torch.ops.sympow.rotate_heads, torch.ops.sympow.rotate_heads_backward
+    operator, operator_backward = torch.ops.sympow.fused_rotate_heads, torch.ops.sympow.rotate_heads_backward
     torch.library.opcheck(operator, (*arguments, None, None, 0.0), test_utils=checks)
     turned = [x.detach() for x in turn(*arguments)[:2]] if grad else (None, None)
     weights = [torch.ones(shape.K, device=DEVICE, requires_grad=True) for _ in range(2)]
@@ -255,7 +255,7 @@ def take_kernels(monkeypatch) -> list:
     """Kernels are taken on the CPU as well; the list grows by one entry a launch."""
     launched, launch = [], Launcher.__call__
     monkeypatch.setattr(Launcher, "__call__", lambda self, **tensors: launched.append(1) or launch(self, **tensors))
-    monkeypatch.setattr(rotary, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(kernel, "has_kernels", lambda device, dtype: True)
     return launched
 
 
