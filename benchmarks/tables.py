@@ -251,7 +251,8 @@ def training_table(rows: list[dict]) -> str:
     lines.append("|---|---:|---|---|" + "---:|" * 6)
     for row in rows:
         ratios = ["" if row[name] in (None, 1) else f"{row[name]:.2f}x" for name in ("ratio", "speedup")]
-        cells = [f"{row['context']:,} x {row['rows']}", str(row["ranks"]), row["mixer"], row["mode"]]
+        mixer = f"{row['mixer']}, Muon" if row.get("optimizer") == "muon" else row["mixer"]
+        cells = [f"{row['context']:,} x {row['rows']}", str(row["ranks"]), mixer, row["mode"]]
         cells += [f"{row['ms']:.1f}", f"{row['tokens_per_second']:,}", f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}"]
         lines.append(f"| {' | '.join([*cells, *ratios])} |")
     row = rows[0]
@@ -343,6 +344,7 @@ TABLES = {
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.csv": training_table,
+    "training_optimizers_gpu.csv": training_table,
     "training_ranks_h200.csv": ranks_table,
     "training_ranks_text_h200.csv": ranks_table,
     "training_ranks_recipe_h200.csv": ranks_table,
