@@ -168,3 +168,6 @@ def test_pages_quote_the_committed_rows():
         f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
     )
     assert f"and {hybrid} for five layers of delta rule and one of softmax" in readme
+    guide = " ".join((ROOT / "docs" / "guides" / "choosing.md").read_text("utf-8").split())
+    assert f"without a rotation (`scaling:hybrid_delta_gate`) have {hybrid} times the loss" in guide
+    assert f"has {window} times its loss, the delta rule {delta_later} times and p = 2 {later} times" in guide
