@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from sympow.ops.availability import is_exporting
 from sympow.ops.checks import check_float64
-from sympow.ops.runtime.operator import ALL_DEVICES, operator
+from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
 SUM_BLOCK = 128
 

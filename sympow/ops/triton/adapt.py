@@ -17,7 +17,7 @@ from sympow.ops.availability import unsupported_tensors
 from sympow.ops.decoding import StepOptions
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
-from sympow.ops.runtime.operator import cast
+from sympow.ops.runtime.launcher import cast
 from sympow.ops.triton import config
 from sympow.ops.triton.config import padded_key_dim
 from sympow.ops.triton.context_parallel import PowerInContext

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.feature_map import multinomials, spow_indices
-from sympow.ops.runtime.launcher import launch
-from sympow.ops.runtime.operator import operator
+from sympow.ops.runtime.launcher import launch, operator
 from sympow.ops.triton import config
 from sympow.ops.triton.primitives import power
 

@@ -24,7 +24,7 @@ from sympow.ops import delta_solve
 from sympow.ops.delta_types import DeltaGradients, DeltaOptions
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.runtime.launcher import launch as launch_kernel
-from sympow.ops.runtime.operator import operator
+from sympow.ops.runtime.launcher import operator
 from sympow.ops.triton import adapt as power
 from sympow.ops.triton import config, launch
 from sympow.ops.triton.operators import Forward, from_public, is_elsewhere

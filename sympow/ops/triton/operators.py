@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.runtime.operator import cast, differentiable, is_followed, operator
+from sympow.ops.runtime.launcher import cast, differentiable, is_followed, operator
 from sympow.ops.triton import launch, position_gradient
 from sympow.ops.triton.plan import Call, Gate, Plan, Shapes
 from sympow.ops.triton.rows import Basis
