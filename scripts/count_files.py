@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 import sympow
 from sympow.layers import make_mixer
 from sympow.ops import availability, checks, power
-from sympow.ops.triton import config
+from sympow.ops.triton import plan
 
 ROOT = Path(sympow.__file__).parent
 
@@ -38,7 +38,7 @@ def as_on_a_gpu():
     patches += [
         mock.patch.object(power, "_chosen", lambda *_: power.BACKENDS["triton"]),
         mock.patch.object(checks, "has_values", lambda x: availability.has_values(x) and False),  # nor on a GPU
-        mock.patch.object(config, "on_hopper", lambda device: False),
+        mock.patch.object(plan, "on_hopper", lambda device: False),
         mock.patch.object(JITFunction, "run", lambda *_, **__: None),
     ]
     for each in patches:

@@ -439,6 +439,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (int(n) - 1).bit_length() if n else 0
 
 
+def padded_key_dim(key_dim: int) -> int:
+    """Returns the K of tiles: a power of two, at least 16."""
+    return max(16, 1 << (key_dim - 1).bit_length())
+
+
 def processors(device: torch.device) -> int:
     """Returns the number of SMs of a GPU; a few for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

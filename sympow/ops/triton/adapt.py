@@ -17,13 +17,11 @@ from sympow.ops.availability import unsupported_tensors
 from sympow.ops.decoding import StepOptions
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
-from sympow.ops.runtime.launcher import cast
-from sympow.ops.triton import config
-from sympow.ops.triton.config import padded_key_dim
+from sympow.ops.runtime.launcher import cast, padded_key_dim
 from sympow.ops.triton.context_parallel import PowerInContext
 from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.operators import CHUNKED, MAX_KEY_DIM, Options, attend
-from sympow.ops.triton.plan import Shapes
+from sympow.ops.triton.plan import KEPT_CHUNKS, Shapes, chunk_size, leveled_key_dim, packed_chunk, position_chunk
 from sympow.ops.types import PowerState, Rotation
 
 _MAX_VALUE_DIM = 128
@@ -58,7 +56,7 @@ def attention(
     tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
     if dtype == torch.float16:  # tf32 has the mantissa of float16, and a range that powers do not exceed
         q, k, v = q.float(), k.float(), v.float()
-    level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
+    level_dim = leveled_key_dim(key_dim, p, q.dtype, q.device)
     q, k = padded(q, level_dim), padded(k, level_dim)
     if chunk_size is None:
         learned = rotation is not None and rotation.positions.requires_grad
@@ -119,14 +117,14 @@ def automatic_chunk_size(
     The key dim of q and k must be one that the kernels have. `gradient` tells whether the call is part of training,
     `positions` whether the gradient of data-dependent positions is computed.
     """
-    (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
+    (time, key_dim), wider = (q.shape[1], q.shape[3]), KEPT_CHUNKS.get((p, q.shape[3]), 0)
     # Query heads that share a state make the chunked form faster. The table of gated rows is of heads of their own.
     reach = log_g is not None and cu_seqlens is None and not has_state and q.shape[2] == k.shape[2]
-    chunk = config.chunk_size(key_dim, p, time, gradient, reach, has_state)
+    chunk = chunk_size(key_dim, p, time, gradient, reach, has_state)
     if has_state and cu_seqlens is not None:
-        return min(chunk, config.packed_chunk(time, max(1, cu_seqlens.shape[0] - 1)))
+        return min(chunk, packed_chunk(time, max(1, cu_seqlens.shape[0] - 1)))
     if positions and p <= 2 and chunk < time:
-        return min(chunk, config.position_chunk(key_dim))
+        return min(chunk, position_chunk(key_dim))
     if gradient and chunk < min(wider, time):
         kept = [Shapes(q, k, v, cu_seqlens, p, size, gradient_rows=True).keeps(True) for size in (chunk, wider)]
         return wider if kept == [False, True] else chunk

@@ -135,7 +135,7 @@ def test_inner_product_of_states():
 
 def test_forward_and_backward_have_the_same_rows(monkeypatch):
     """p = 3 on Hopper: a rank's last state, which the backward takes as the forward wrote it."""
-    monkeypatch.setattr(plan.config, "on_hopper", lambda device: True)
+    monkeypatch.setattr(plan, "on_hopper", lambda device: True)
     q = torch.zeros(2, 40, 1, 24, device=DEVICE, dtype=torch.bfloat16)
     call, other = (calls.Call(q, q, q[..., :16], None, None, 3, 1.0, CHUNK, False, kept) for kept in (False, True))
     assert call.plan.rows is other.plan.rows and call.plan.row_count == call.plan.rows.count
