@@ -22,8 +22,7 @@ from sympow.ops.context_parallel import exclusive_scan_of_message
 from sympow.ops.first_order import first_order
 from sympow.ops.runtime.launcher import ceil_div, next_power_of_2
 from sympow.ops.triton import launch
-from sympow.ops.triton.operators import Options
-from sympow.ops.triton.plan import Call, Gate, Shapes
+from sympow.ops.triton.plan import Call, Gate, Options, Shapes
 
 
 class PowerInContext(torch.autograd.Function):

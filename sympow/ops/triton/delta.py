@@ -27,9 +27,6 @@ from sympow.ops.runtime.launcher import ceil_div, next_power_of_2, operator
 from sympow.ops.runtime.launcher import launch as launch_kernel
 from sympow.ops.triton import adapt as power
 from sympow.ops.triton import launch, plan
-from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
-from sympow.ops.triton.operators import Options as PowerOptions
-from sympow.ops.triton.operators import backward as power_backward
 from sympow.ops.triton.plan import Call
 from sympow.ops.triton.primitives import power as power_of
 from sympow.ops.types import PowerState
@@ -465,9 +462,9 @@ def attend_gradient(
     z = None if state is None or p != 2 else state.new_zeros(state.shape[:3])
     dz = None if dlast is None or p != 2 else dlast.new_zeros(dlast.shape[:3])
     empty = u.new_empty(0, dtype=torch.float32)
-    result = Forward(u, empty, last, None, None, None, None, None)
-    call = PowerOptions(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
-    dq, dk, du, dlog_g, ds, *_ = power_backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
+    result = power.Forward(u, empty, last, None, None, None, None, None)
+    call = power.Options(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
+    dq, dk, du, dlog_g, ds, *_ = power.backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
     return DeltaGradients(dq[..., :width], dk[..., :width], du, dlog_g, ds)
 
 
@@ -568,7 +565,7 @@ class _Chunks:
         """Returns a public state in the rows of the kernels, float32 [B, G, rows, V]."""
         some = self.given[:, :1]
         call = self._call(some, some.new_zeros(*some.shape[:3], self.value_dim, dtype=self.dtype))
-        return from_public(call.plan.rows, state, None)[0].float()
+        return power.from_public(call.plan.rows, state, None)[0].float()
 
     def _call(self, x: Tensor, y: Tensor) -> Call:
         return Call(x.contiguous(), x.contiguous(), y.contiguous(), None, None, self.p, 1.0, x.shape[1], self._tf32)
@@ -663,7 +660,7 @@ def power_delta_backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k, v, beta, log_g and the incoming state; empty for what was not given."""
-    with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
+    with torch.cuda.device_of(q) if power.is_elsewhere(q) else nullcontext():
         options = DeltaOptions(p, chunk or None, dlast is not None)
         end = last if dlast is not None else None
         dout = dout.to(q.dtype).contiguous()
@@ -711,7 +708,7 @@ def power_delta(
 
     chunk: tokens of a chunk; 0: the kernels choose.
     """
-    with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
+    with torch.cuda.device_of(q) if power.is_elsewhere(q) else nullcontext():
         options = DeltaOptions(p, chunk or None, final)
         out, last, errors, update = delta_solve.forward(_Backend, q, k, v, beta, log_g, state, options)
     return out, beta.new_empty((0,) * 4) if last is None else last, errors, update

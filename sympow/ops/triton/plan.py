@@ -613,6 +613,20 @@ class Gate(NamedTuple):
     ends: Tensor | None
 
 
+class Options(NamedTuple):
+    """Holds the arguments of `power_forward` after its tensors."""
+
+    p: int
+    scale: float
+    normalize: bool
+    eps: float
+    chunk: int
+    final: bool
+    tf32: bool
+    wide: bool
+    gradient: bool
+
+
 class Call:
     """Holds what all launches of one call share.
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sympow.ops.runtime import launcher
 
-operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
+adapt = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 
 MB = 1e6
@@ -44,12 +44,12 @@ def extra_bytes(key_dim: int, monkeypatch, *, gated: bool = True) -> int:
     log_g = torch.empty(shape, device="meta") if gated else None
     chunk = plan.chunk_size(key_dim, 2, shape[1], gradient=True, reach=gated)
     numbers = {"p": 2, "scale": key_dim**-0.5, "normalize": True, "eps": 1e-6, "chunk": chunk, "gradient": True}
-    options = operators.Options(**numbers, final=False, tf32=False, wide=False)
+    options = adapt.Options(**numbers, final=False, tf32=False, wide=False)
     given = {"q": q, "k": k, "v": v, "log_g": log_g, **dict.fromkeys(("s_init", "z_init", "cu_seqlens"))}
     absent = dict.fromkeys(("ds_final", "dz_final", "frequencies"))
     with Allocated() as allocated:
-        result = operators.forward(**given, options=options)
-        grads = operators.backward(dout=dout, result=result, options=options, **given, **absent)
+        result = adapt.forward(**given, options=options)
+        grads = adapt.backward(dout=dout, result=result, options=options, **given, **absent)
     return allocated.peak - sum(x.nbytes for x in (result.out, *grads) if x is not None)
 
 

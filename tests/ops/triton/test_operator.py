@@ -17,7 +17,6 @@ from sympow.ops.runtime.launcher import Launcher
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
-operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
@@ -88,7 +87,7 @@ def test_the_device_is_that_of_the_inputs(monkeypatch):
         guarded.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(operators, "is_elsewhere", lambda x: not guarded)
+    monkeypatch.setattr(triton, "is_elsewhere", lambda x: not guarded)
     monkeypatch.setattr(Launcher, "__call__", lambda *_, **__: launched.append(bool(guarded)))
     q, k, v, log_g = (x.detach() for x in inputs())
     for chunk_size in (32, 4096):
