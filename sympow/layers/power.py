@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import any_weight, is_product, state_options
-from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
+from sympow.layers.base import Float32Linear, any_weight, gate_biases, is_product, linears_float32, state_options
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
     DecodingState,

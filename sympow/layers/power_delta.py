@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import any_weight, state_options
-from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
+from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
 from sympow.layers.state import MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
