@@ -25,12 +25,13 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
-from sympow.ops.checks import check_float64, check_options, plain
+from sympow.ops.availability import check_float64
 from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.power import check_options, plain
 
 IMPLS = ("auto", "eager", "triton", "reference")  # of the op
 TINY_EPS = 1e-9  # an eps below it hides no rounding error of the state

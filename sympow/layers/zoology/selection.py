@@ -20,8 +20,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import MixerState
-from sympow.ops.availability import concatenated, has_values
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64, concatenated, has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
 
