@@ -97,7 +97,7 @@ def advice(rows: Sequence[dict]) -> Iterator[str]:
     """Returns a line for each p, K and mode: the best chunk size, and the longest context for the quadratic form.
 
     Best means that the largest ratio to the fastest choice is the smallest. The lines are entries for the tables of
-    sympow/ops/triton/config.py.
+    sympow/ops/triton/plan.py.
     """
     for p, key_dim, mode in sorted({(row["p"], row["K"], row["mode"]) for row in rows}):
         same = [row for row in rows if (row["p"], row["K"], row["mode"]) == (p, key_dim, mode)]

@@ -1,6 +1,6 @@
 """Times candidates for the launch of a decoding step: `python -m benchmarks.decoding_sweep --csv FILE`, on a GPU.
 
-There is a row for each step and each candidate of `config.DecodingLimits`, sorted by time. The kernels are first
+There is a row for each step and each candidate of `plan.DecodingLimits`, sorted by time. The kernels are first
 compiled by several processes at the same time. Every candidate is checked against float64 before it is timed. A
 candidate with a wrong result is printed and left out.
 """
@@ -17,8 +17,8 @@ from benchmarks.cases import DTYPES, Case
 from benchmarks.decoding_gpu import CASES, Step, checked_error, copy_call, states_in_turn, tokens, turn
 from benchmarks.measure import graphed, measured, milliseconds, options, write
 from sympow.ops import DecodingState, PowerState, power_attention_step
-from sympow.ops.triton import config
-from sympow.ops.triton.config import DecodingLimits
+from sympow.ops.triton import plan
+from sympow.ops.triton.plan import DecodingLimits
 
 COMPILERS = 8  # processes
 COPIED = 1 << 30  # bytes
@@ -46,12 +46,12 @@ CANDIDATES = {
 
 def use(limits: DecodingLimits) -> None:
     """Makes later steps use this launch."""
-    config.DECODING.update(few=limits, many=limits)
+    plan.DECODING.update(few=limits, many=limits)
 
 
 def candidates(case: Case) -> list[DecodingLimits]:
     """Returns the candidates for the step of a case on this GPU."""
-    processors = config.processors(torch.device("cuda"))
+    processors = plan.processors(torch.device("cuda"))
     return [DecodingLimits(*each) for each in CANDIDATES["few" if processors > case.B * case.G else "many"]]
 
 

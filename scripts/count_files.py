@@ -18,8 +18,8 @@ from triton.runtime.jit import JITFunction
 
 import sympow
 from sympow.layers import make_mixer
-from sympow.ops import availability, checks, power
-from sympow.ops.triton import config
+from sympow.ops import availability, power
+from sympow.ops.triton import plan
 
 ROOT = Path(sympow.__file__).parent
 
@@ -37,8 +37,8 @@ def as_on_a_gpu():
     patches = [mock.patch.object(each, "has_kernels", has_kernels) for each in modules if hasattr(each, "has_kernels")]
     patches += [
         mock.patch.object(power, "_chosen", lambda *_: power.BACKENDS["triton"]),
-        mock.patch.object(checks, "has_values", lambda x: availability.has_values(x) and False),  # nor on a GPU
-        mock.patch.object(config, "on_hopper", lambda device: False),
+        mock.patch.object(power, "has_values", lambda x: availability.has_values(x) and False),  # nor on a GPU
+        mock.patch.object(plan, "on_hopper", lambda device: False),
         mock.patch.object(JITFunction, "run", lambda *_, **__: None),
     ]
     for each in patches:

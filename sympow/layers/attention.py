@@ -22,8 +22,7 @@ from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
-from sympow.ops.availability import kept
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
 from sympow.ops.rope_scaling import magnitude
 from sympow.ops.types import OutOfRangeError

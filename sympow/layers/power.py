@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import any_weight, is_product, state_options
-from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
+from sympow.layers.base import Float32Linear, any_weight, gate_biases, is_product, linears_float32, state_options
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
     DecodingState,
@@ -26,12 +25,13 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
-from sympow.ops.checks import check_float64, check_options, plain
+from sympow.ops.availability import check_float64
 from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.power import check_options, plain
 
 IMPLS = ("auto", "eager", "triton", "reference")  # of the op
 TINY_EPS = 1e-9  # an eps below it hides no rounding error of the state

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import any_weight, state_options
-from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
+from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
 from sympow.layers.state import MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
-from sympow.ops.checks import check_options
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.power import check_options
 
 
 @dataclass

@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import any_weight, state_options
+from sympow.layers.base import Float32Linear, any_weight, gate_biases, state_options
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
-from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
 from sympow.layers.state import After, MixerState
-from sympow.ops.availability import concatenated, without_autocast
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64, concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
 from sympow.ops.running_sums import sums_so_far
 

@@ -18,7 +18,7 @@ from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
 from sympow.ops.availability import concatenated, is_exporting
-from sympow.ops.runtime.operator import ALL_DEVICES, operator
+from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
 # Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024

@@ -1,4 +1,4 @@
-"""What the surroundings of a call allow: kernels for a device and a dtype, autocast, values that the host can read.
+"""What the surroundings of a call allow: kernels for a device and a dtype, float64, autocast, values for the host.
 
 Kernels may also lack because the package triton is missing or too old. The meta device has no autocast. Tables that
 functions keep for later calls are made such that torch.compile, torch.export and fake tensors can use them.
@@ -65,6 +65,31 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     if is_exporting():
         return False
     return device.type == "cuda" and refusal_of_kernels(device, dtype) is None
+
+
+WITH_FLOAT64 = ("cpu", "cuda", "meta")
+
+
+def check_float64(device: torch.device) -> None:
+    """Raises ValueError for a device that is not there or has no float64, such as that of Apple's GPUs (MPS)."""
+    if device.type not in WITH_FLOAT64 and not has_float64(device.type):
+        raise ValueError(
+            f"sympow computes positions and sums over the context in float64, which the device {str(device)!r} does "
+            "not have: use the CPU or a CUDA device"
+        )
+
+
+@lru_cache(maxsize=8)
+def has_float64(kind: str) -> bool:
+    """Returns whether a tensor of float64 can be made on this kind of device."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    try:
+        with unset_fake_temporarily():
+            torch.zeros(1, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError, AssertionError, ImportError):  # each kind of device raises others
+        return False
+    return True
 
 
 def is_exporting() -> bool:

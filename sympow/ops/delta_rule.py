@@ -14,13 +14,13 @@ from torch import Tensor
 
 from sympow.ops import delta_reference, delta_solve
 from sympow.ops.availability import NO_TRITON, has_values, without_autocast
-from sympow.ops.checks import check_inputs
 from sympow.ops.delta_types import DeltaOptions, DeltaOutput
 from sympow.ops.eager_operators import delta_eager
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, empty
+from sympow.ops.power import check_inputs
 from sympow.ops.types import OutOfRangeError
 
 _IMPLS = ("auto", "eager", "triton", "reference")

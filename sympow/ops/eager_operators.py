@@ -16,7 +16,7 @@ from sympow.ops.availability import without_autocast
 from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.eager import Options
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.runtime.operator import ALL_DEVICES, operator
+from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 from sympow.ops.types import PowerState
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64
 from sympow.ops.rope_scaling import check_scaling, scaled
 from sympow.ops.running_sums import sums_so_far
 

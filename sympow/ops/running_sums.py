@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.availability import is_exporting
-from sympow.ops.checks import check_float64
-from sympow.ops.runtime.operator import ALL_DEVICES, operator
+from sympow.ops.availability import check_float64, is_exporting
+from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
 SUM_BLOCK = 128
 

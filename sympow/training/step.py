@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sympow.layers import auxiliary_losses
 from sympow.models import LanguageModel
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64
 from sympow.training.config import TrainingConfig
 from sympow.training.optimizer import set_learning_rate
 from sympow.training.ranks import ALONE, Part, Ranks, Rows

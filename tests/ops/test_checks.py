@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sympow.layers import MIXERS, make_mixer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.ops import power_attention, power_delta_rule, rotary_frequencies, rotary_positions, rotate
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64
 from tests.layers.contract import D_MODEL, HEADS, OPTIONS
 
 REFUSED = r"in float64, which the device 'mps(:0)?' does not have: use the CPU or a CUDA device$"
@@ -54,8 +54,8 @@ class NoFloat64(TorchDispatchMode):
 @pytest.fixture
 def refused(monkeypatch):
     """Makes the meta device one without float64. The function tells whether a call on it is refused in one line."""
-    monkeypatch.setattr("sympow.ops.checks.WITH_FLOAT64", ("cpu", "cuda"))
-    monkeypatch.setattr("sympow.ops.checks.has_float64", lambda kind: False)
+    monkeypatch.setattr("sympow.ops.availability.WITH_FLOAT64", ("cpu", "cuda"))
+    monkeypatch.setattr("sympow.ops.availability.has_float64", lambda kind: False)
 
     def call(function):
         try:

@@ -104,7 +104,7 @@ def test_kernels(ranks, name):
 def compiled_kernels() -> list[float]:
     """How far the kernels' results are from those under torch.compile, of which they see no more than the operators."""
     from sympow.ops.triton.context_parallel import PowerInContext
-    from sympow.ops.triton.operators import Options
+    from sympow.ops.triton.plan import Options
 
     case = Case(B=1, T=40, H=1, G=1, K=16, V=16, return_state=False)
     tensors = [x for x in make_inputs(case, dtype=torch.float32).values() if x is not None]

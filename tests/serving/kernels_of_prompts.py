@@ -19,7 +19,7 @@ from sympow.ops.fused.gated_norm import fused_gated_norm
 from sympow.ops.fused.rotation import fused_rotate_heads
 from sympow.ops.fused.short_convolution import fused_short_convolution_step
 from sympow.ops.runtime import launcher
-from sympow.ops.triton import config, plan
+from sympow.ops.triton import plan
 from sympow.ops.triton.adapt import attention
 from tests.ops.triton.compile_kernels import recording
 
@@ -30,8 +30,8 @@ def kernels(batch: int, length: int, dtype: torch.dtype) -> set[tuple]:
     """Of one layer that reads `batch` prompts of so many tokens behind their states, on an H200."""
     plan.forget_plans()
     launcher.forget_launchers()
-    hopper = mock.patch.object(config, "on_hopper", lambda device: True)
-    with hopper, mock.patch.object(config, "processors", lambda device: 132), recording() as launches:
+    hopper = mock.patch.object(plan, "on_hopper", lambda device: True)
+    with hopper, mock.patch.object(plan, "processors", lambda device: 132), recording() as launches:
         width = 3 * HEADS * K
         qkv = torch.empty(batch, length, width, dtype=dtype)
         past, weight = torch.empty(batch, 3, width, dtype=dtype), torch.empty(width, 4, dtype=dtype)

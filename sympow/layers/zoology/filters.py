@@ -11,9 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import state_options
+from sympow.layers.base import Float32Linear, state_options
 from sympow.layers.cache import InputCache, capacity
-from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.ops.availability import concatenated
 from sympow.ops.convolution import causal_convolution

@@ -9,9 +9,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, state_options
+from sympow.layers.base import Mixer, linear_float32, state_options
 from sympow.layers.documents import per_document
-from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_orthogonal
 from sympow.layers.state import MixerState
 from sympow.ops.availability import concatenated

@@ -14,15 +14,13 @@ from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
-from sympow.layers.base import any_weight, state_options
+from sympow.layers.base import any_weight, linear_float32, state_options
 from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
-from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import MixerState
-from sympow.ops.availability import concatenated, has_values
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64, concatenated, has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sympow.ops.runtime.launcher import jit, launch, next_power_of_2
-from sympow.ops.runtime.operator import operator
+from sympow.ops.runtime.launcher import jit, launch, next_power_of_2, operator
 
 if TYPE_CHECKING:
     import triton.language as tl

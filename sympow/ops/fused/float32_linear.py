@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
-from sympow.ops.runtime.launcher import ceil_div, jit, launch, next_power_of_2, sharing
-from sympow.ops.runtime.operator import cast, operator
+from sympow.ops.runtime.launcher import cast, ceil_div, jit, launch, next_power_of_2, operator, sharing
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.runtime.launcher import ceil_div, jit, launch, sharing
-from sympow.ops.runtime.operator import cast, operator
+from sympow.ops.runtime.launcher import cast, ceil_div, jit, launch, operator, sharing
 
 if TYPE_CHECKING:
     import triton.language as tl

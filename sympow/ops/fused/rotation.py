@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.availability import has_kernels
-from sympow.ops.checks import check_float64
+from sympow.ops.availability import check_float64, has_kernels
 from sympow.ops.first_order import first_order
-from sympow.ops.runtime.launcher import MOST_LAUNCHERS, Launcher, ceil_div, jit, next_power_of_2
-from sympow.ops.runtime.operator import operator
+from sympow.ops.runtime.launcher import MOST_LAUNCHERS, Launcher, ceil_div, jit, next_power_of_2, operator
 from sympow.ops.types import Rotation
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.packed import borders, check_borders, document_starts
-from sympow.ops.runtime.launcher import ceil_div, jit, launch, next_power_of_2
-from sympow.ops.runtime.operator import cast, operator
+from sympow.ops.runtime.launcher import cast, ceil_div, jit, launch, next_power_of_2, operator
 
 if TYPE_CHECKING:
     import triton.language as tl

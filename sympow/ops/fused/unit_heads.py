@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sympow.ops.availability import has_kernels
-from sympow.ops.runtime.launcher import ceil_div, jit, launch, next_power_of_2
-from sympow.ops.runtime.operator import operator
+from sympow.ops.runtime.launcher import ceil_div, jit, launch, next_power_of_2, operator
 
 if TYPE_CHECKING:
     import triton.language as tl

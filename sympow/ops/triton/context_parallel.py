@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sympow.ops.context_parallel import exclusive_scan_of_message
 from sympow.ops.first_order import first_order
-from sympow.ops.triton import config, launch
-from sympow.ops.triton.operators import Options
-from sympow.ops.triton.plan import Call, Gate, Shapes
+from sympow.ops.runtime.launcher import ceil_div, next_power_of_2
+from sympow.ops.triton import launch
+from sympow.ops.triton.plan import Call, Gate, Options, Shapes
 
 
 class PowerInContext(torch.autograd.Function):
@@ -119,7 +119,7 @@ def context_states(
 def _fakes_of_own_states(k: Tensor, shapes: Shapes, gated: bool) -> tuple[Tensor, ...]:
     s, z = (k.new_empty(shape) for shape in shapes.state_shapes(shapes.p == 2))
     b, heads = shapes.layout.sequences, shapes.G
-    chunks = config.ceil_div(shapes.layout.length, shapes.chunk)
+    chunks = ceil_div(shapes.layout.length, shapes.chunk)
     sums = k.new_empty((shapes.sums, heads, shapes.layout.tokens) if gated else (0,), dtype=torch.float32)
     decays = k.new_empty((b, heads, chunks) if gated else (0,), dtype=torch.float32)
     return s, z, sums, decays, k.new_empty(_message_length(shapes, gated), dtype=torch.float32)
@@ -293,7 +293,7 @@ def chunk_decays(call: Call, log_decay: Tensor, reverse: bool = False) -> Tensor
     decays = sums.new_empty(rows, plan.G, chunks)
     sum_decays[(rows, plan.G)](
         sums, decays, log_decay, plan.layout.length, plan.layout.tokens, plan.G, chunks,
-        CHUNK=plan.chunk, COUNT=config.next_power_of_2(max(chunks, 1)), REVERSE=reverse,
+        CHUNK=plan.chunk, COUNT=next_power_of_2(max(chunks, 1)), REVERSE=reverse,
     )  # fmt: skip
     return decays
 
@@ -309,7 +309,7 @@ def carried(states: Tensor, incoming: Tensor, decays: Tensor | None) -> Tensor:
     rows = incoming.numel() // (G * width)
     chunks = total // rows
     out = torch.empty_like(states)
-    carry_states[(rows * G, config.ceil_div(width, _BLOCK), config.ceil_div(chunks, _CHUNKS))](
+    carry_states[(rows * G, ceil_div(width, _BLOCK), ceil_div(chunks, _CHUNKS))](
         states, incoming, decays, out, G, chunks, width, CHUNKS=_CHUNKS, BLOCK=_BLOCK, GATED=decays is not None
     )
     return out

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.feature_map import multinomials, spow_indices
-from sympow.ops.runtime.launcher import launch
-from sympow.ops.runtime.operator import operator
-from sympow.ops.triton import config
+from sympow.ops.runtime.launcher import launch, next_power_of_2, operator
+from sympow.ops.triton.plan import decoding
 from sympow.ops.triton.primitives import power
 
 
@@ -279,10 +278,10 @@ def power_decode(
     (batch, time, heads, key_dim), groups, value_dim = q.shape, k.shape[2], v.shape[3]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     rows, dim, pairs, capacity = heads // groups, s.shape[2], batch * groups, tail_k.shape[2]
-    columns, packed = config.next_power_of_2(value_dim), config.next_power_of_2(rows)
-    width = config.next_power_of_2(key_dim)
+    columns, packed = next_power_of_2(value_dim), next_power_of_2(rows)
+    width = next_power_of_2(key_dim)
     wide = q.dtype == torch.float32
-    plan = config.decoding(pairs, dim, rows, packed, width, columns, s.element_size(), wide, q.device)
+    plan = decoding(pairs, dim, rows, packed, width, columns, s.element_size(), wide, q.device)
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
     parts = torch.empty(pairs, plan.splits + 1, packed, columns, device=q.device, dtype=torch.float32)
     totals = torch.empty(pairs if normalize else 0, plan.splits + 1, packed, device=q.device, dtype=torch.float32)
@@ -294,7 +293,7 @@ def power_decode(
     numbers |= {"g_sb": 0, "g_sg": 0} if log_g is None else {"g_sb": log_g.stride(0), "g_sg": log_g.stride(2)}
     numbers |= {"out_sb": out.stride(0), "scale": scale, "eps": eps, "D": dim, "G": groups, "tiles": plan.tiles}
     numbers |= {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": capacity, "NORMALIZE": normalize}
-    numbers |= {"WIDTH": width, "COLUMNS": columns, "HEADS": packed, "SPOTS": config.next_power_of_2(capacity)}
+    numbers |= {"WIDTH": width, "COLUMNS": columns, "HEADS": packed, "SPOTS": next_power_of_2(capacity)}
     numbers |= {"ROWS": plan.rows, "TOKENS": plan.tokens, "SPLITS": plan.splits, "LANES": plan.lanes}
     numbers |= {"STAGES": plan.stages, "FOLDED": plan.folded, "RANKS": plan.ranks}
     numbers |= {"num_warps": plan.warps, "maxnreg": plan.registers}

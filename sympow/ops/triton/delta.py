@@ -23,13 +23,10 @@ from torch import Tensor
 from sympow.ops import delta_solve
 from sympow.ops.delta_types import DeltaGradients, DeltaOptions
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.runtime.launcher import ceil_div, next_power_of_2, operator
 from sympow.ops.runtime.launcher import launch as launch_kernel
-from sympow.ops.runtime.operator import operator
 from sympow.ops.triton import adapt as power
-from sympow.ops.triton import config, launch
-from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
-from sympow.ops.triton.operators import Options as PowerOptions
-from sympow.ops.triton.operators import backward as power_backward
+from sympow.ops.triton import launch, plan
 from sympow.ops.triton.plan import Call
 from sympow.ops.triton.primitives import power as power_of
 from sympow.ops.types import PowerState
@@ -465,20 +462,20 @@ def attend_gradient(
     z = None if state is None or p != 2 else state.new_zeros(state.shape[:3])
     dz = None if dlast is None or p != 2 else dlast.new_zeros(dlast.shape[:3])
     empty = u.new_empty(0, dtype=torch.float32)
-    result = Forward(u, empty, last, None, None, None, None, None)
-    call = PowerOptions(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
-    dq, dk, du, dlog_g, ds, *_ = power_backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
+    result = power.Forward(u, empty, last, None, None, None, None, None)
+    call = power.Options(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
+    dq, dk, du, dlog_g, ds, *_ = power.backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
     return DeltaGradients(dq[..., :width], dk[..., :width], du, dlog_g, ds)
 
 
 def key_gradient(k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:
     """Returns the gradient of the keys; see `delta_solve.key_gradient`."""
     out, count, value_dim = torch.empty_like(k), k[..., 0].numel(), u.shape[3]
-    widths = {"CHANNELS": config.next_power_of_2(k.shape[3]), "COLUMNS": config.next_power_of_2(value_dim)}
+    widths = {"CHANNELS": next_power_of_2(k.shape[3]), "COLUMNS": next_power_of_2(value_dim)}
     constants = {"K": k.shape[3], "V": value_dim, "P": p, **widths}
     first, second, third = (x.contiguous() for x in parts)
     tensors = {"k": k.contiguous(), "u": u, "dv": dv, "first": first, "second": second, "third": third, "out": out}
-    grid = (config.ceil_div(count, _ROWS),)
+    grid = (ceil_div(count, _ROWS),)
     launch_kernel(key_gradient_pass, grid, {"count": count, "BLOCK": _ROWS} | constants, **tensors)
     return out
 
@@ -499,15 +496,15 @@ class _Chunks:
         size = options.chunk_size
         if size is None:
             size = self.time if self.time <= _ALONE or not power.has_states(self.p, k.shape[3]) else _CHUNK
-        self.size = config.ceil_div(size, BLOCK) * BLOCK
+        self.size = ceil_div(size, BLOCK) * BLOCK
         self.spans = [slice(i, min(i + self.size, self.time)) for i in range(0, self.time, self.size)]
         self.decays = None if log_g is None else self._decays(log_g)
-        blocks = config.ceil_div(self.time, BLOCK)
+        blocks = ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
         self.corrections = torch.empty(shape, device=k.device, dtype=torch.float32)
         constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 1}
         # Three products of tf32 have nearly all digits of float32, and take less time than its own on Hopper.
-        exact = "tf32x3" if self._precision == "tf32" and config.on_hopper(k.device) else "ieee"
+        exact = "tf32x3" if self._precision == "tf32" and plan.on_hopper(k.device) else "ieee"
         grid = (self.batch * blocks, self.groups)
         numbers = {"T": self.time, "G": self.groups}
         arguments: dict[str, Any] = numbers | constants | {"FULL": exact}
@@ -515,7 +512,7 @@ class _Chunks:
 
     def groups_of(self, span: slice) -> list[tuple[int, int]]:
         """Returns the groups of blocks of the chunk at `span`: the first block and the number of blocks."""
-        blocks = config.ceil_div(span.stop - span.start, BLOCK)
+        blocks = ceil_div(span.stop - span.start, BLOCK)
         return [(i, min(_GROUP, blocks - i)) for i in range(0, blocks, _GROUP)]
 
     def launch(
@@ -568,7 +565,7 @@ class _Chunks:
         """Returns a public state in the rows of the kernels, float32 [B, G, rows, V]."""
         some = self.given[:, :1]
         call = self._call(some, some.new_zeros(*some.shape[:3], self.value_dim, dtype=self.dtype))
-        return from_public(call.plan.rows, state, None)[0].float()
+        return power.from_public(call.plan.rows, state, None)[0].float()
 
     def _call(self, x: Tensor, y: Tensor) -> Call:
         return Call(x.contiguous(), x.contiguous(), y.contiguous(), None, None, self.p, 1.0, x.shape[1], self._tf32)
@@ -585,7 +582,7 @@ class _Chunks:
         return Decays(*(x.transpose(1, 2).contiguous() for x in (high, (sums - high).float())))
 
     def _constants(self) -> dict:
-        columns = max(16, config.next_power_of_2(self.value_dim))
+        columns = max(16, next_power_of_2(self.value_dim))
         constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": columns, "P": self.p, "BLOCK": BLOCK}
         gated = {"GATED": self.decays is not None, "PRECISION": self._precision}
         wide = max(self.key_dim, columns) > 64
@@ -614,7 +611,7 @@ def delta_rule(
     dtype, (p, chunk, final), (key_dim, value_dim) = v.dtype, options, (q.shape[3], v.shape[3])
     if dtype == torch.float16:  # powers leave its range
         q, k, v = q.float(), k.float(), v.float()
-    level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
+    level_dim = plan.leveled_key_dim(key_dim, p, q.dtype, q.device)
     q, k = power.padded(q, level_dim), power.padded(k, level_dim)
     beta, gates = beta.float(), None if log_g is None else log_g.float()
     state = None if state is None else power.widened(state, key_dim, q.shape[3], p)
@@ -663,7 +660,7 @@ def power_delta_backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k, v, beta, log_g and the incoming state; empty for what was not given."""
-    with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
+    with torch.cuda.device_of(q) if power.is_elsewhere(q) else nullcontext():
         options = DeltaOptions(p, chunk or None, dlast is not None)
         end = last if dlast is not None else None
         dout = dout.to(q.dtype).contiguous()
@@ -711,7 +708,7 @@ def power_delta(
 
     chunk: tokens of a chunk; 0: the kernels choose.
     """
-    with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
+    with torch.cuda.device_of(q) if power.is_elsewhere(q) else nullcontext():
         options = DeltaOptions(p, chunk or None, final)
         out, last, errors, update = delta_solve.forward(_Backend, q, k, v, beta, log_g, state, options)
     return out, beta.new_empty((0,) * 4) if last is None else last, errors, update

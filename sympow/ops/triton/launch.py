@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.ops.runtime.launcher import Launcher
-from sympow.ops.triton import config, gate, gradients
+from sympow.ops.runtime.launcher import Launcher, ceil_div, next_power_of_2
+from sympow.ops.triton import gate, gradients
 from sympow.ops.triton import output as plain_output
 from sympow.ops.triton import states as plain_states
 from sympow.ops.triton.hopper import gradients_quadratic, key_gradient_levels, query_gradient_levels, states_levels
@@ -18,7 +18,7 @@ from sympow.ops.triton.hopper import output as hopper_output
 from sympow.ops.triton.hopper import query_gradient as hopper_query_gradient
 from sympow.ops.triton.hopper import states as hopper_states
 from sympow.ops.triton.levels import TILE
-from sympow.ops.triton.plan import Call, Plan
+from sympow.ops.triton.plan import THREE_PROGRAMS, WEIGH_BLOCK, Call, Plan
 from sympow.ops.triton.segments import Segments, few, join_blocks, join_launcher, segments_of
 
 GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's gradient, along whole rows and within chunks
@@ -63,7 +63,7 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.has_rows(init), "INIT": init} | plan.early(after=plan.gated)
     if plan.of_two and plan.chunk and plan.K == 32:  # needs two registers more with a gate
-        constants["maxnreg"] = config.THREE_PROGRAMS
+        constants["maxnreg"] = THREE_PROGRAMS
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
     return Launcher(hopper_output.output_pass, grid, numbers | constants | tables)
@@ -181,14 +181,14 @@ def _state_pass(
 
 
 def _weigh_block(plan: Plan) -> int:
-    return min(config.WEIGH_BLOCK, plan.chunk)
+    return min(WEIGH_BLOCK, plan.chunk)
 
 
 def weighed_shape(plan: Plan, reverse: bool, z: bool) -> tuple[int, int]:
     """Returns the shape of the transposed keys (queries in reverse). The state pass may read past the last row."""
     block, heads = _weigh_block(plan), plan.H if reverse else plan.G
     sequences = plan.layout.sequences * plan.once(_segments, z).count
-    stride = (config.ceil_div(plan.layout.tokens, block) + sequences) * block
+    stride = (ceil_div(plan.layout.tokens, block) + sequences) * block
     return heads * (2 * plan.K + 1 if plan.p > 2 else plan.K + 1) + 16, stride
 
 
@@ -243,7 +243,7 @@ def _state_tiles(plan: Plan, z: bool) -> int:
     if plan.variant != "hopper" or plan.once(_segments, z).count > 1:
         return most
     programs = _programs_of_tiles(plan, z, most) * plan.G * plan.layout.sequences
-    return 2 if few(programs, config.processors(plan.device)) else most
+    return 2 if few(programs, plan.processors) else most
 
 
 def _state_programs(plan: Plan, z: bool) -> int:
@@ -259,8 +259,8 @@ def _programs_of_tiles(plan: Plan, z: bool, tiles: int) -> int:
         size = plan.hopper_launches.state
         return hopper_states.programs(plan.K, plan.parts, tiles, size.tile, size.warps)
     counts, narrow, least = plan.counts(), plan.K - plan.half, 64  # rows of a product
-    programs = int(z) + config.ceil_div(counts["lower"], tiles * max(1, least // plan.K))
-    return programs + (config.ceil_div(counts["upper"], tiles * max(1, least // narrow)) if counts["upper"] else 0)
+    programs = int(z) + ceil_div(counts["lower"], tiles * max(1, least // plan.K))
+    return programs + (ceil_div(counts["upper"], tiles * max(1, least // narrow)) if counts["upper"] else 0)
 
 
 def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
@@ -278,7 +278,7 @@ def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     constants |= {"K": plan.K, "V": plan.V, "PARTS": plan.parts, "TILES": _state_tiles(plan, z)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     if constants["TILES"] == 2 and plan.K <= 64:
-        constants["maxnreg"] = config.THREE_PROGRAMS
+        constants["maxnreg"] = THREE_PROGRAMS
     grid = _state_grid(plan, _state_programs(plan, z), z)
     return Launcher(hopper_states.state_pass, grid, numbers | _sources(plan, reverse) | constants)
 
@@ -315,19 +315,19 @@ def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: 
     launch = plan.once(_row_factors, normalize, early)
     launch(
         out=out, dout=dout, norm=norm, sums=call.gate.sums, factor=factor, scales=scales, near=near, delta=delta,
-        starts=call.cu_seqlens, blocks=call.table(config.WEIGH_BLOCK),
+        starts=call.cu_seqlens, blocks=call.table(WEIGH_BLOCK),
     )  # fmt: skip
     return RowFactors(factor, scales, near, delta)
 
 
 def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     numbers = plan.sequences() | {"H": plan.H, "out_scale": plan.out_scale}
-    constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": config.WEIGH_BLOCK, "GATED": plan.gated}
+    constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": WEIGH_BLOCK, "GATED": plan.gated}
     constants |= {"NORMALIZE": normalize, "TILED": plan.variant == "hopper_quadratic"}
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
     if not early:  # the same code, launched without overlap
         constants.pop("launch_pdl", None)
-    return Launcher(gradients.row_factors, (plan.layout.blocks(config.WEIGH_BLOCK), plan.H), numbers | constants)
+    return Launcher(gradients.row_factors, (plan.layout.blocks(WEIGH_BLOCK), plan.H), numbers | constants)
 
 
 def query_gradient(
@@ -524,7 +524,7 @@ def gate_gradient(
 
 def _gate_gradient_by_chunk(plan: Plan, final: bool, parts: int, block: int) -> Launcher:
     constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "BLOCK": block, "FINAL": final}
-    constants |= {"PARTS": parts, "COUNT": config.next_power_of_2(parts)}
+    constants |= {"PARTS": parts, "COUNT": next_power_of_2(parts)}
     numbers = plan.sequences() | {"G": plan.G}
     grid = (plan.layout.blocks(plan.chunk), plan.G)
     return Launcher(gate.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})

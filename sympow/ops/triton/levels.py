@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_indices
-from sympow.ops.triton.config import padded_key_dim
+from sympow.ops.runtime.launcher import padded_key_dim
 from sympow.ops.triton.rows import Basis, public_rows
 
 TILE = 128  # rows of a state that are read at once; every level has a multiple of them

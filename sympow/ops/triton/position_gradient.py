@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.ops.fused import rotation
-from sympow.ops.runtime.launcher import Launcher, launch
-from sympow.ops.triton import config
+from sympow.ops.runtime.launcher import Launcher, ceil_div, launch, next_power_of_2
 from sympow.ops.triton.plan import Call, Plan
 from sympow.ops.triton.rows import Rows
 
@@ -185,9 +184,9 @@ def position_gradient(
     terms = torch.empty(batch, time, groups, device=q.device, dtype=torch.float64)
     numbers: dict[str, Any] = {"q_sb": q.stride(0), "q_st": q.stride(1), "q_sh": q.stride(2), "T": time, "G": groups}
     numbers |= {"k_sb": k.stride(0), "k_st": k.stride(1), "k_sg": k.stride(2), "R": heads // groups}
-    numbers |= {"K": key_dim, "WIDTH": config.next_power_of_2(key_dim), "BLOCK": TERM_BLOCK}
+    numbers |= {"K": key_dim, "WIDTH": next_power_of_2(key_dim), "BLOCK": TERM_BLOCK}
     tensors = {"q": q, "k": k, "dq": dq.contiguous(), "dk": dk.contiguous()}
-    grid = (batch * config.ceil_div(time, TERM_BLOCK), groups)
+    grid = (batch * ceil_div(time, TERM_BLOCK), groups)
     launch(turn_terms, grid, numbers, **tensors, frequencies=frequencies.contiguous(), terms=terms)
     if products is None:
         return terms

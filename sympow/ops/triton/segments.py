@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.ops.runtime.launcher import Launcher
-from sympow.ops.triton import config
+from sympow.ops.runtime.launcher import Launcher, ceil_div, next_power_of_2
 from sympow.ops.triton.plan import Plan
 
 BLOCK, WARPS = 1024, 4  # elements of a state in a program of `join_segments`
@@ -56,11 +55,11 @@ def segments_of(plan: Plan, programs: int, block: int) -> Segments:
         programs: of the state pass for one key/value head of one row.
         block: tokens of a program of `weigh`.
     """
-    layout, chunks = plan.layout, config.ceil_div(plan.layout.length, plan.chunk)
+    layout, chunks = plan.layout, ceil_div(plan.layout.length, plan.chunk)
     at_once = PROGRAMS if plan.K > 32 else NARROW_PROGRAMS
     total = programs * plan.G * layout.sequences
-    count = 1 if layout.packed else number(chunks, total, config.processors(plan.device), at_once)
-    each = config.ceil_div(chunks, count)
+    count = 1 if layout.packed else number(chunks, total, plan.processors, at_once)
+    each = ceil_div(chunks, count)
     if count == 1:
         return Segments(1, each)
     firsts = [n * layout.length + i * each * plan.chunk for n in range(layout.sequences) for i in range(count)]
@@ -68,7 +67,7 @@ def segments_of(plan: Plan, programs: int, block: int) -> Segments:
     blocks = [
         (n, i)
         for n, (first, end) in enumerate(zip(firsts, ends, strict=True))
-        for i in range(config.ceil_div(end - first, block))
+        for i in range(ceil_div(end - first, block))
     ]
     chunk_starts = [n * chunks + i * each for n in range(layout.sequences) for i in range(count)]
     tables = ([*firsts, layout.tokens], chunk_starts, blocks)
@@ -97,20 +96,20 @@ def number(chunks: int, programs: int, processors: int, at_once: int = PROGRAMS)
     slots = at_once * processors
 
     def time(count: int) -> float:
-        rounds = config.ceil_div(programs * count, slots)
+        rounds = ceil_div(programs * count, slots)
         if count == 1:
-            return chunks * (config.ceil_div(2 * programs, processors) / 3 if few(programs, processors) else rounds)
+            return chunks * (ceil_div(2 * programs, processors) / 3 if few(programs, processors) else rounds)
         joined = LAUNCH + JOIN * chunks * programs / slots * (count - 1) / count
-        return rounds * config.ceil_div(chunks, count) + joined
+        return rounds * ceil_div(chunks, count) + joined
 
-    counts = {config.ceil_div(chunks, config.ceil_div(chunks, n)) for n in range(1, min(MOST, chunks) + 1)}
+    counts = {ceil_div(chunks, ceil_div(chunks, n)) for n in range(1, min(MOST, chunks) + 1)}
     best = min(sorted(counts), key=time)
     return best if time(best) <= (1 - LEAST_GAIN) * time(1) else 1
 
 
 def join_blocks(plan: Plan, z: bool) -> int:
     """Returns the number of programs of `join_segments` for the states S, and Z if it exists, of one segment."""
-    return config.ceil_div(plan.row_count * plan.V, BLOCK) + (config.ceil_div(plan.K * plan.K, BLOCK) if z else 0)
+    return ceil_div(plan.row_count * plan.V, BLOCK) + (ceil_div(plan.K * plan.K, BLOCK) if z else 0)
 
 
 def join_launcher(
@@ -120,9 +119,9 @@ def join_launcher(
     blocks = join_blocks(plan, z)
     numbers: dict[str, Any] = plan.sequences() | {"G": plan.G, "rows": plan.row_count, "parts": blocks + 1}
     numbers |= {"count": segments.count, "own": segments.chunks}
-    numbers |= {"chunks": config.ceil_div(plan.layout.length, plan.chunk)}
+    numbers |= {"chunks": ceil_div(plan.layout.length, plan.chunk)}
     constants = {"K": plan.K, "V": plan.V, "CHUNK": plan.chunk, "BLOCK": BLOCK, "num_warps": WARPS}
-    constants |= {"OWN": config.next_power_of_2(segments.chunks), "S_BLOCKS": join_blocks(plan, z=False)}
+    constants |= {"OWN": next_power_of_2(segments.chunks), "S_BLOCKS": join_blocks(plan, z=False)}
     constants |= {"GATED": plan.gated, "INIT": init, "INIT_Z": init_z, "END": end, "PRODUCTS": products}
     grid = (blocks, plan.G, plan.layout.sequences * segments.count)
     return Launcher(join_segments, grid, numbers | constants | {"REVERSE": reverse})

@@ -1,10 +1,10 @@
-"""Operators by `sympow.ops.runtime.operator`: the same results directly, compiled, and for fake tensors."""
+"""Operators by `sympow.ops.runtime.launcher`: the same results directly, compiled, and for fake tensors."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sympow.ops.runtime.operator import operator
+from sympow.ops.runtime.launcher import operator
 
 
 def _like_gradient(dy, x):

@@ -42,7 +42,7 @@ from sympow.ops.fused.short_convolution import (
     short_convolution_backward,
 )
 from sympow.ops.fused.unit_heads import fused_unit_heads, unit_heads_backward
-from sympow.ops.triton import config, context_parallel, plan, segments
+from sympow.ops.triton import context_parallel, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
 
@@ -70,7 +70,7 @@ def recording() -> Iterator[list[tuple]]:
 
 def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
     """Of a gated forward, of one that keeps its states, and of the backward, with the gradient of positions."""
-    config.on_hopper = lambda device: hopper
+    plan.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -87,7 +87,7 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
 
 def launches_of_one_token(key_dim: int, p: int) -> list[tuple]:
     """For Hopper, of a row of one token that returns its state, forward and backward. Its length is a constant."""
-    config.on_hopper = lambda device: True
+    plan.on_hopper = lambda device: True
     plan.forget_plans()
     with recording() as recorded:
         q, k, v = (torch.empty(1, 1, 1, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -99,7 +99,7 @@ def launches_of_one_token(key_dim: int, p: int) -> list[tuple]:
 
 def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the delta rule, forward and backward, gated, of rows of two chunks."""
-    config.on_hopper = lambda device: hopper
+    plan.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
         q, k, v = (torch.empty(1, 1024, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -112,9 +112,9 @@ def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the states that a rank forms and sends, and of what comes in from other ranks, added to states and to their
     gradients; with a gate and without, of rows of one chunk and of rows that are divided into segments."""
-    config.on_hopper = lambda device: hopper
+    plan.on_hopper = lambda device: hopper
     plan.forget_plans()
-    few = mock.patch.object(config, "processors", lambda device: 132)  # the state pass of an H200, for few heads
+    few = mock.patch.object(plan, "processors", lambda device: 132)  # the state pass of an H200, for few heads
     divided = mock.patch.object(segments, "number", lambda chunks, *_: min(chunks, 2))
     with few, divided, recording() as recorded:
         for time, gated in itertools.product((512, 2048), (True, False)):

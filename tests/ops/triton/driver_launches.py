@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
 from sympow.ops.runtime.launcher import Launcher
-from sympow.ops.triton import config
+from sympow.ops.triton import plan
 from sympow.ops.triton.adapt import attention
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     nvidia.ARG_CONSTEXPR, nvidia.ARG_KERNEL, nvidia.ARG_TUPLE = "constant", "kernel", "tuple"
     nvidia.library_dirs = list  # Triton 3.6 looks for the driver of a GPU
     nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=driver.launch_of_signature)
-    config.on_hopper, config.processors = lambda device: True, lambda device: 132
+    plan.on_hopper, plan.processors = lambda device: True, lambda device: 132
     driver = Driver()
     triton.runtime.driver.set_active(driver)
     hook, usual, pairs = triton.knobs.runtime.launch_enter_hook, Launcher.__call__, []

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
+plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 compile_record = pytest.importorskip("tests.ops.triton.compile_record", reason="needs triton")
 # Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops, the
 # most of the delta rule's `block_corrections` for K = 128.
@@ -31,6 +31,6 @@ def test_kernels_compile(target):
         assert {f"hopper.{name}" for name in files} <= {row["kernel"].rpartition(".")[0] for row in results}
         state_passes = [row for row in results if row["kernel"] == "hopper.states.state_pass" and row["key_dim"] == 64]
         registers = [row["registers"] for row in state_passes if row["tiles"] == 2]
-        assert registers and max(registers) <= config.THREE_PROGRAMS
+        assert registers and max(registers) <= plan.THREE_PROGRAMS
     spilled = [row for row in results if (row["stack"] or 0) > MOST_SPILLED]
     assert not spilled

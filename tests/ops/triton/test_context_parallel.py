@@ -9,7 +9,7 @@ from tests.ops.contract import DEVICE, EPS32, Case, make_inputs
 context_parallel = pytest.importorskip("sympow.ops.triton.context_parallel", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
-operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
+adapt = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
 EPS, CHUNK = 1e-6, 128 if DEVICE == "cuda" else 32  # the kernels take chunks of whole blocks
@@ -37,7 +37,7 @@ def call_of(case: Case, q, k, v, log_g) -> "calls.Call":
 
 def flat(call, s, z) -> torch.Tensor:
     """As `context_parallel` has states that come in."""
-    s, z = operators.from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
+    s, z = adapt.from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
     return torch.cat([x.flatten() for x in (s, z) if x is not None])
 
 
@@ -77,7 +77,7 @@ def test_states(name):
     own = context_parallel.own_states(call)
     s, z = context_parallel.all_states(call, *own[:3], flat(call, x["s"], x["z"]))
     public = (x["s"], x["z"] if case.p == 2 else None)
-    direct = launch.states(call, *operators.from_public(call.plan.rows, *public), None, case.p == 2)
+    direct = launch.states(call, *adapt.from_public(call.plan.rows, *public), None, case.p == 2)
     exact = exact_states(case, *(y if y is None else y.double() for y in (*tensors, x["s"], x["z"])))[:-1]
     expected = [torch.stack([getattr(state, n) for state in exact]) for n in ("s", "z")][: 2 if case.p == 2 else 1]
     assert_as_exact(case, boundaries(case, call, s, z), boundaries(case, call, *direct), expected)
@@ -103,7 +103,7 @@ def test_gradients_of_states(name):
     gradient = (dout, factors.factor, factors.delta)
     own = context_parallel.own_states(call, gradient)
     ds, dz = context_parallel.all_states(call, *own[:3], flat(call, ds_in, dz_in))
-    ends = operators.from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
+    ends = adapt.from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
     direct = launch.states(call, *ends, None, case.p == 2, gradient)
 
     doubles = [y if y is None else y.double() for y in tensors]
@@ -135,7 +135,7 @@ def test_inner_product_of_states():
 
 def test_forward_and_backward_have_the_same_rows(monkeypatch):
     """p = 3 on Hopper: a rank's last state, which the backward takes as the forward wrote it."""
-    monkeypatch.setattr(plan.config, "on_hopper", lambda device: True)
+    monkeypatch.setattr(plan, "on_hopper", lambda device: True)
     q = torch.zeros(2, 40, 1, 24, device=DEVICE, dtype=torch.bfloat16)
     call, other = (calls.Call(q, q, q[..., :16], None, None, 3, 1.0, CHUNK, False, kept) for kept in (False, True))
     assert call.plan.rows is other.plan.rows and call.plan.row_count == call.plan.rows.count

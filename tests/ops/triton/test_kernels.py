@@ -126,7 +126,7 @@ def test_large(name, dtype):
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("name", [name for name in LARGE if name.startswith("K ")])
 def test_large_without_gradients(name):
-    """States then have other rows (`config.HOPPER`)."""
+    """States then have other rows (`plan.HOPPER`)."""
     inputs = make_inputs(LARGE[name], dtype=torch.bfloat16)
     with torch.no_grad():
         results = forward(LARGE[name], inputs, "triton", 256)

@@ -6,7 +6,7 @@ import torch
 from sympow.ops.feature_map import spow
 from tests.ops.contract import FLOAT64_TOLERANCE
 
-config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
+plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 levels = pytest.importorskip("sympow.ops.triton.levels", reason="needs triton")
 powers = pytest.importorskip("sympow.ops.triton.hopper.states_levels", reason="needs triton with Gluon")
 SHAPES = [(16, 3), (24, 3), (32, 3), (64, 3), (16, 4), (24, 4), (32, 4)]
@@ -101,7 +101,7 @@ def test_programs_of_the_state_pass_share_the_rows(key_dim, p, tiles):
 @pytest.mark.parametrize(("key_dim", "p"), SHAPES)
 def test_slopes_make_the_gradient(key_dim, p):
     """Summed over the steps as the gradient passes do, the rows of y give that of (x . y)**p with respect to x."""
-    table, block = levels.levels_of(key_dim, p), config.slopes_group(levels.padded_key_dim(key_dim))
+    table, block = levels.levels_of(key_dim, p), plan.slopes_group(levels.padded_key_dim(key_dim))
     slopes = levels.Slopes(table, block)
     x, y = torch.randn(2, key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     entries, state = padded(table, x), rows_as_multiplied(table, y, weighted=False)

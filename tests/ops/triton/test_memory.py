@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sympow.ops.runtime import launcher
 
-operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
-config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
+adapt = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
+plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 
 MB = 1e6
 
@@ -35,21 +35,21 @@ class Allocated(TorchDispatchMode):
 
 def extra_bytes(key_dim: int, monkeypatch, *, gated: bool = True) -> int:
     """Of a forward and backward of [8, 65,536, 12, K] in bfloat16 on an H200: the most beyond inputs and results."""
-    monkeypatch.setattr(config, "on_hopper", lambda device: True)
-    monkeypatch.setattr(config, "processors", lambda device: 132)
-    monkeypatch.setattr(config, "most_kept", lambda device: 150_754_820_096 // 256)
+    monkeypatch.setattr(plan, "on_hopper", lambda device: True)
+    monkeypatch.setattr(plan, "processors", lambda device: 132)
+    monkeypatch.setattr(plan, "most_kept", lambda device: 150_754_820_096 // 256)
     monkeypatch.setattr(launcher.Launcher, "__call__", lambda self, **tensors: None)
     shape = (8, 65_536, 12)
     q, k, v, dout = (torch.empty(*shape, key_dim, device="meta", dtype=torch.bfloat16) for _ in range(4))
     log_g = torch.empty(shape, device="meta") if gated else None
-    chunk = config.chunk_size(key_dim, 2, shape[1], gradient=True, reach=gated)
+    chunk = plan.chunk_size(key_dim, 2, shape[1], gradient=True, reach=gated)
     numbers = {"p": 2, "scale": key_dim**-0.5, "normalize": True, "eps": 1e-6, "chunk": chunk, "gradient": True}
-    options = operators.Options(**numbers, final=False, tf32=False, wide=False)
+    options = adapt.Options(**numbers, final=False, tf32=False, wide=False)
     given = {"q": q, "k": k, "v": v, "log_g": log_g, **dict.fromkeys(("s_init", "z_init", "cu_seqlens"))}
     absent = dict.fromkeys(("ds_final", "dz_final", "frequencies"))
     with Allocated() as allocated:
-        result = operators.forward(**given, options=options)
-        grads = operators.backward(dout=dout, result=result, options=options, **given, **absent)
+        result = adapt.forward(**given, options=options)
+        grads = adapt.backward(dout=dout, result=result, options=options, **given, **absent)
     return allocated.peak - sum(x.nbytes for x in (result.out, *grads) if x is not None)
 
 

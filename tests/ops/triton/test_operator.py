@@ -17,7 +17,6 @@ from sympow.ops.runtime.launcher import Launcher
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
-operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
@@ -88,7 +87,7 @@ def test_the_device_is_that_of_the_inputs(monkeypatch):
         guarded.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(operators, "is_elsewhere", lambda x: not guarded)
+    monkeypatch.setattr(triton, "is_elsewhere", lambda x: not guarded)
     monkeypatch.setattr(Launcher, "__call__", lambda *_, **__: launched.append(bool(guarded)))
     q, k, v, log_g = (x.detach() for x in inputs())
     for chunk_size in (32, 4096):
@@ -222,7 +221,7 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     assert shapes(forward(*arguments)) == promised
     assert all(shape.numel() for shape, _ in promised[4:]) and not any(shape.numel() for shape, _ in unkept[4:])
     kept = results(call, tensors)
-    monkeypatch.setattr(triton.config, "most_kept", lambda device: 0)
+    monkeypatch.setattr(plan, "most_kept", lambda device: 0)
     with mode:
         assert shapes(forward(*fakes)) == unkept
     assert_same(results(call, tensors), kept)
@@ -232,10 +231,10 @@ def test_chunks_are_wider_where_only_those_states_can_be_kept(monkeypatch):
     q = torch.empty(1, 8192, 2, 32, device=DEVICE, dtype=torch.bfloat16)
 
     def chosen(most: int, gradient: bool = True) -> int:
-        monkeypatch.setattr(triton.config, "most_kept", lambda device: most)
+        monkeypatch.setattr(plan, "most_kept", lambda device: most)
         return triton.automatic_chunk_size(q, q, q, None, None, 2, gradient)
 
-    monkeypatch.setattr(triton.config, "most_kept", lambda device: 1 << 40)
+    monkeypatch.setattr(plan, "most_kept", lambda device: 1 << 40)
     shapes = (plan.Shapes(q, q, q, None, 2, size, gradient_rows=True) for size in (256, 512))
     narrow, wide = (2 * math.prod(x.state_shapes(True)[0]) for x in shapes)
     assert [chosen(narrow), chosen(narrow - 1), chosen(wide), chosen(wide - 1)] == [256, 512, 512, 256]

@@ -8,7 +8,6 @@ from sympow.ops import power_attention
 from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs, run
 
 calls = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gate = pytest.importorskip("sympow.ops.triton.gate", reason="needs triton")
 
@@ -32,7 +31,7 @@ def gates(batch: int, time: int, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("time", [1, TILE - 1, TILE, TILE + 1, 7 * TILE + 5, 70 * TILE])
 def test_what_counts_is_found(monkeypatch, time):
-    monkeypatch.setattr(config, "LEAST_REACH", 0)
+    monkeypatch.setattr(plan, "LEAST_REACH", 0)
     log_g = gates(2, time, 3)
     x = torch.zeros(2, time, 3, 16, device=DEVICE)
     call = calls.Call(x, x, x, log_g, None, 2, 1.0, 0, False)
@@ -65,7 +64,7 @@ def test_the_numbers_are_the_same(monkeypatch, shape, dtype):
     log_g = gates(batch, time, groups).requires_grad_()
 
     def results(least: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(config, "LEAST_REACH", least)
+        monkeypatch.setattr(plan, "LEAST_REACH", least)
         plan.forget_plans()
         out = power_attention(q, k, v, log_g, p=p, normalize=normalize, chunk_size=time, impl="triton").out
         return [out, *torch.autograd.grad(out.float().square().sum(), [q, k, v, log_g])]

@@ -10,7 +10,6 @@ import torch
 from sympow.ops import PowerState, power_attention
 from tests.ops.contract import DEVICE, Case, make_inputs
 
-config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 segments = pytest.importorskip("sympow.ops.triton.segments", reason="needs triton")
 CHUNK, K = (128, 64) if DEVICE == "cuda" else (32, 16)
