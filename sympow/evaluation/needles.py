@@ -14,10 +14,11 @@ counts if it occurs in the continuation as a whole word.
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -316,6 +317,13 @@ def _shares(continues: Continue, tokenizer: Tokenizer, texts: Sequence[NeedleTex
         places = [place for place, each in enumerate(texts) if each.new_tokens == count]
         batch = torch.from_numpy(np.stack([texts[place].tokens for place in places]))
         for place, row in zip(places, continues(batch, count).tolist(), strict=True):
-            words = re.findall(r"\w+", tokenizer.decode(row))
+            words = _words(tokenizer, row)
             shares[place] = float(np.mean([answer in words for answer in texts[place].answers]))
     return [shares[place] for place in range(len(texts))]
+
+
+def _words(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Returns the words in tokens. A model can have more embeddings than there are tokens; these end a word."""
+    size = getattr(tokenizer, "vocab_size", math.inf)
+    parts = [tokenizer.decode(list(part)) for known, part in groupby(tokens, lambda token: token < size) if known]
+    return [word for part in parts for word in re.findall(r"\w+", part)]

@@ -112,6 +112,15 @@ def test_a_part_of_a_chain_counts_as_its_share_and_a_part_of_a_word_as_nothing()
     assert {row.accuracy for row in rows} == {0.0}
 
 
+def test_a_model_may_name_tokens_that_the_tokenizer_does_not_have():
+    def continues(texts, count):
+        (answer,) = answers_of(BYTES.decode(texts[0].tolist()))
+        return torch.tensor([[999, *BYTES.encode(answer).tolist(), 1000, *[999] * count][:count]])
+
+    (row,) = needle_recall("a", continues, BYTES, [900], tasks=["single"], values=["digits"], depths=[0], texts=1)
+    assert row.accuracy == 1
+
+
 def test_models_get_the_same_texts_and_texts_differ():
     seen = []
 
