@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.code_hash import PARTS, code_hash
+from sympow.cli.options import positive
 from sympow.recall.results import read_cells, write_results
 
 TEXTS = ("commit", "code", "corpus", "torch")  # columns of text that may look like a number
@@ -154,9 +155,16 @@ def options(module: str, doc: str) -> argparse.ArgumentParser:
     """Returns the options of every command that times something here; `doc` is its module's docstring."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
     parser.add_argument("--device", type=_device, choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads, for all that is timed (default: 2)")
-    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--threads", type=positive, default=2, help="CPU threads, for all that is timed (default: 2)")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file the rows are written to")
     return parser
+
+
+def csv_file(name: str) -> Path:
+    """Returns the path of a file for rows, as a type of argparse, which refuses a folder before anything is timed."""
+    if Path(name).is_dir():
+        raise argparse.ArgumentTypeError(f"{name} is a folder; expected a file")
+    return Path(name)
 
 
 def _device(name: str) -> str:

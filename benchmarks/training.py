@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import measured, read, write
+from benchmarks.measure import csv_file, measured, read, write
+from sympow.cli.options import positive
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.recipes.scaling import CONFORMAL, PUBLISHED, UNGATED
@@ -245,15 +245,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
     parser.add_argument("--preset", default="small", help="shape of the model (default: small)")
-    parser.add_argument("--vocabulary", type=int, default=50_257, help="(default: 50257)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[65536, 8192], help="(default: 65536 8192)")
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step, one row at least (default: 65536)")
-    parser.add_argument("--micro-batch", type=int, help="rows that pass at once (default: all of a step)")
+    parser.add_argument("--vocabulary", type=positive, default=50_257, help="(default: 50257)")
+    parser.add_argument("--contexts", type=positive, nargs="+", default=[65536, 8192], help="(default: 65536 8192)")
+    parser.add_argument("--tokens", type=positive, default=65536, help="of a step, one row at least (default: 65536)")
+    parser.add_argument("--micro-batch", type=positive, help="rows that pass at once (default: all of a step)")
     parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=["softmax", "power"], help="(default: both)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compile"], help="(default: two)")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw"], help="(default: adamw)")
-    parser.add_argument("--steps", type=int, default=5, help="timed, after two others (default: 5)")
-    parser.add_argument("--csv", type=Path, required=True, help="file of the rows; those it holds are kept")
+    parser.add_argument("--steps", type=positive, default=5, help="timed, after two others (default: 5)")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file of the rows; those it holds are kept")
     args = parser.parse_args()
     device = torch.device(args.device)
     with launched(device):

@@ -14,10 +14,11 @@ counts if it occurs in the continuation as a whole word.
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ VALUES = ("digits", "words")
 DIGITS = 7  # of a number
 LETTERS = 5  # of a name
 SPARE = 8  # tokens that a model may write more than an answer has
+LONGEST = 200  # characters of a sentence; a longer one is divided, so that statements are near their depth
 
 _NOUNS = (
     "anchor apple arrow autumn barrel basket beacon blanket bottle bridge bucket butter button camera candle canyon "
@@ -93,6 +95,8 @@ class NeedleText(NamedTuple):
 class Prose:
     """Cuts pieces of a given number of tokens out of a text. They end with whole sentences.
 
+    A sentence of more than `LONGEST` characters is divided between words, or where that is too long if it has none.
+
     Args:
         tokenizer: the tokenizer of the model.
         text: the prose, which is repeated where it is too short.
@@ -102,7 +106,9 @@ class Prose:
 
     def __init__(self, tokenizer: Tokenizer, text: str = FILLER):
         self._tokenizer = tokenizer
-        self._sentences = [f"{each} " for each in re.split(r"(?<=[.!?])\s+", text.strip()) if each]
+        sentences = re.split(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])", text.strip())
+        parts = rf"\S.{{0,{LONGEST - 1}}}(?!\S)|\S.{{{LONGEST - 1}}}"
+        self._sentences = [f"{part} " for each in sentences for part in re.findall(parts, each, re.DOTALL)]
         if not self._sentences:
             raise ValueError("expected a text with words to hide statements in; got an empty one")
         self._encoded: dict[int, np.ndarray] = {}
@@ -113,6 +119,8 @@ class Prose:
         Args:
             room: the number of tokens.
             rng: draws where the piece begins.
+
+        Raises ValueError for a text without tokens.
         """
         at, left, found = int(rng.integers(len(self._sentences))), room, []
         while left > 0:
@@ -120,6 +128,8 @@ class Prose:
             found.append(sentence)
             left -= len(sentence)
             at = (at + 1) % len(self._sentences)
+            if left == room and len(found) == len(self._sentences):
+                raise ValueError("expected a text that the tokenizer turns into tokens; got one without any")
         while left < 0:  # the piece is too long by -left tokens, which are left out at its beginning
             taken = min(-left, len(found[0]))
             found[0] = found[0][taken:]
@@ -230,18 +240,23 @@ def needle_recall(
                 raise ValueError(f"a {what} must be one of {', '.join(known)}; got {each!r}")
     if texts < 1 or not contexts or not depths or not 0 <= min(depths) <= max(depths) <= 1:
         raise ValueError(f"expected texts, contexts and depths from 0 to 1; got {texts}, {contexts}, {depths}")
-    if not 1 <= keys <= len(_WORDS) or hops < 1:
-        raise ValueError(f"expected 1 to {len(_WORDS)} keys and at least one hop; got {keys} and {hops}")
+    if not 1 <= keys < len(_WORDS) or hops < 1:  # one word at least is left for the values
+        raise ValueError(f"expected 1 to {len(_WORDS) - 1} keys and at least one hop; got {keys} and {hops}")
     check_memory(f"a context of {max(contexts):,} tokens", 32 * max(contexts))
-    prose, rows = Prose(tokenizer, text), []
+    prose, rows, options = Prose(tokenizer, text), [], {"keys": keys, "hops": hops}
+
+    def draw(task: str, kind: str, number: int) -> np.random.Generator:
+        return np.random.default_rng([seed, TASKS.index(task), VALUES.index(kind), number])
+
+    for task, kind, number in product(tasks, values, range(texts)):  # before the model reads any of them
+        needle_text(prose, tokenizer, task, kind, min(contexts), depths[0], draw(task, kind, number), **options)
     total = len(tasks) * len(values) * len(contexts) * len(depths) * texts
     with Progress(f"needles, {name}", "text", total=total, quiet=quiet) as progress:
         for task, kind, context, depth in product(tasks, values, contexts, depths):
             shares, distances = [], []
             for start in range(0, texts, max(1, BATCH_TOKENS // context)):
                 numbers = range(start, min(texts, start + max(1, BATCH_TOKENS // context)))
-                draws = [np.random.default_rng([seed, TASKS.index(task), VALUES.index(kind), i]) for i in numbers]
-                options = {"keys": keys, "hops": hops}
+                draws = [draw(task, kind, number) for number in numbers]
                 made = [needle_text(prose, tokenizer, task, kind, context, depth, rng, **options) for rng in draws]
                 shares += _shares(continues, tokenizer, made)
                 distances += [each.distance for each in made]
@@ -267,7 +282,9 @@ def _facts(values: str, depth: float, rng: np.random.Generator, count: int) -> t
     """Returns statements with their places, the one that is asked for first, the question and the answer."""
     kind = "number" if values == "digits" else "word"
     words = [_WORDS[i] for i in rng.permutation(len(_WORDS))]
-    keys, answers = words[:count], [_value(values, rng, words[:count]) for _ in range(count)]
+    keys, rest = words[:count], words[count:]
+    # words are different ones, as long as there are enough
+    answers = [_number(rng) if values == "digits" else rest[i % len(rest)] for i in range(count)]
     places = [depth, *rng.random(count - 1)]
     facts = zip(keys, answers, strict=True)
     statements = [f"The secret {kind} of the {key} is {answer}. " for key, answer in facts]
@@ -277,7 +294,7 @@ def _facts(values: str, depth: float, rng: np.random.Generator, count: int) -> t
 
 def _chain(values: str, depth: float, rng: np.random.Generator, hops: int) -> tuple[Statements, str, tuple[str, ...]]:
     """Returns statements with their places, in the order of the chain, the question and the answers."""
-    value = _value(values, rng, ())
+    value = _number(rng) if values == "digits" else str(rng.choice(_WORDS))
     names: list[str] = []
     while len(names) < hops + 1:
         name = "".join(chr(65 + i) for i in rng.integers(26, size=LETTERS))
@@ -289,10 +306,8 @@ def _chain(values: str, depth: float, rng: np.random.Generator, hops: int) -> tu
     return list(zip(places, statements, strict=True)), question, tuple(names)
 
 
-def _value(values: str, rng: np.random.Generator, others: Sequence[str]) -> str:
-    if values == "digits":
-        return str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
-    return str(rng.choice([word for word in _WORDS if word not in others]))
+def _number(rng: np.random.Generator) -> str:
+    return str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
 
 
 def _shares(continues: Continue, tokenizer: Tokenizer, texts: Sequence[NeedleText]) -> list[float]:
@@ -302,6 +317,13 @@ def _shares(continues: Continue, tokenizer: Tokenizer, texts: Sequence[NeedleTex
         places = [place for place, each in enumerate(texts) if each.new_tokens == count]
         batch = torch.from_numpy(np.stack([texts[place].tokens for place in places]))
         for place, row in zip(places, continues(batch, count).tolist(), strict=True):
-            words = re.findall(r"\w+", tokenizer.decode(row))
+            words = _words(tokenizer, row)
             shares[place] = float(np.mean([answer in words for answer in texts[place].answers]))
     return [shares[place] for place in range(len(texts))]
+
+
+def _words(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Returns the words in tokens. A model can have more embeddings than there are tokens; these end a word."""
+    size = getattr(tokenizer, "vocab_size", math.inf)
+    parts = [tokenizer.decode(list(part)) for known, part in groupby(tokens, lambda token: token < size) if known]
+    return [word for part in parts for word in re.findall(r"\w+", part)]

@@ -305,6 +305,8 @@ def _check_archive(path: Path) -> None:
         start = file.read(4)
     if not start.startswith(b"PK"):
         what = "it is empty" if not start else "it is not an archive as torch.save writes it"
+        if start == b"GGUF":
+            what = "it is a GGUF file, of which `sympow convert` makes a run"
         raise CheckpointError(f"{path} is no sympow checkpoint: {what}")
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is truncated{_instead(path)}")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks.measure import milliseconds, read, write
+from benchmarks.measure import milliseconds, options, read, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 
@@ -20,6 +20,13 @@ def test_calls_take_turns_in_changing_order_and_keep_their_own_times():
     assert times == sorted(times) and times[0] >= 2 and times[2] >= 6
     rounds = [tuple(taken[i : i + 3]) for i in range(6, len(taken), 3)]  # after warming up and counting repeats
     assert len(rounds) == 6 and len(set(rounds)) > 1 and all(sorted(order) == [0, 1, 2] for order in rounds)
+
+
+@pytest.mark.parametrize("words", [["--threads", "0"], ["--csv", "."]])
+def test_wrong_options_of_a_benchmark_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        options("benchmarks.delta", "Times.").parse_args(["--csv", "rows.csv", *words])
+    assert f"error: argument {words[0]}: " in capsys.readouterr().err
 
 
 ROWS = [

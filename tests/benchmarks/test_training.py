@@ -21,6 +21,15 @@ def command(monkeypatch, file, *words: str) -> list[dict]:
     return read(file)
 
 
+@pytest.mark.parametrize("words", [["--contexts", "0"], ["--steps", "0"], ["--micro-batch", "-1"], ["--csv", "."]])
+def test_wrong_options_are_refused_before_anything_is_timed(words, monkeypatch, capsys):
+    monkeypatch.setattr(training, "measure", None)
+    monkeypatch.setattr(sys, "argv", ["training", "--device", "cpu", "--csv", "rows.csv", *words])
+    with pytest.raises(SystemExit):
+        training.main()
+    assert f"error: argument {words[0]}: " in capsys.readouterr().err
+
+
 def test_rows(tmp_path, monkeypatch, capsys):
     file = tmp_path / "rows.csv"
     words = ["--contexts", "32", "16", "--mixers", "softmax", "power", "--modes", "eager", "checkpoint"]

@@ -79,7 +79,16 @@ def test_all_keys_and_names_differ():
         words = BYTES.decode(made("multikey", "words", seed=seed, keys=20).tokens.tolist())
         keys = [key for _, key, _ in FACT.findall(words)]
         assert len(set(keys)) == 20
-        assert not {value for _, _, value in FACT.findall(words)} & set(keys)
+        values = [value for _, _, value in FACT.findall(words)]
+        assert not set(values) & set(keys) and len(set(values)) == 20
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_there_are_as_many_keys_as_the_message_says(values):
+    with pytest.raises(ValueError, match="expected 1 to 107 keys"):
+        needle_recall("a", reader(10), BYTES, [9000], keys=108)
+    words = BYTES.decode(made("multikey", values, context=9000, keys=107).tokens.tolist())
+    assert len(FACT.findall(words)) == 107 and len(answers_of(words)) == 1
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -103,6 +112,15 @@ def test_a_part_of_a_chain_counts_as_its_share_and_a_part_of_a_word_as_nothing()
     assert {row.accuracy for row in rows} == {0.0}
 
 
+def test_a_model_may_name_tokens_that_the_tokenizer_does_not_have():
+    def continues(texts, count):
+        (answer,) = answers_of(BYTES.decode(texts[0].tolist()))
+        return torch.tensor([[999, *BYTES.encode(answer).tolist(), 1000, *[999] * count][:count]])
+
+    (row,) = needle_recall("a", continues, BYTES, [900], tasks=["single"], values=["digits"], depths=[0], texts=1)
+    assert row.accuracy == 1
+
+
 def test_models_get_the_same_texts_and_texts_differ():
     seen = []
 
@@ -121,6 +139,41 @@ def test_prose_fills_any_room_and_repeats():
         for seed in range(8):
             sentences = prose.cut(room, np.random.default_rng(seed))
             assert sum(map(len, sentences)) == room and all(map(len, sentences))
+
+
+@pytest.mark.parametrize(
+    "text", ["a road through the hills\n" * 90, "昨天晚上我们去了河边看船。风很大\uff01" * 40, "船" * 900]
+)
+def test_statements_are_at_their_depth_in_prose_without_ends_of_sentences(text):
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        rng = np.random.default_rng(0)
+        tokens = needle_text(Prose(BYTES, text), BYTES, "single", "digits", 6000, depth, rng).tokens
+        place = bytes(tokens.tolist()).index(b"The secret number")
+        assert abs(place - depth * 5850) < 350, depth  # half of 200 characters of 3 bytes, and the question
+
+
+def test_a_division_of_prose_leaves_out_no_word():
+    words = [f"word{i}" for i in range(400)]
+    pieces = Prose(BYTES, " ".join(words)).cut(len(" ".join(words)) + 1, np.random.default_rng(0))
+    assert len(pieces) > 10 and max(map(len, pieces)) <= 201
+    assert sorted(BYTES.decode(np.concatenate(pieces).tolist()).split()) == sorted(words)
+
+
+def test_contexts_are_checked_before_the_model_reads_a_text():
+    def never(texts, count):
+        raise AssertionError("the model read a text")
+
+    with pytest.raises(ValueError, match="a text of tracing needs a context of at least"):
+        needle_recall("a", never, BYTES, [2000, 250], tasks=["single", "tracing"])
+
+
+def test_a_text_without_tokens_is_refused():
+    class Nothing:
+        def encode(self, text):
+            return BYTES.encode(text if "secret" in text or text[0] == " " else "")
+
+    with pytest.raises(ValueError, match="expected a text that the tokenizer turns into tokens"):
+        needle_text(Prose(Nothing(), PROSE), Nothing(), "single", "digits", 900, 0.5, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

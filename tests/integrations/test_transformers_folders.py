@@ -93,7 +93,7 @@ def test_command(run, tmp_path, capsys):
     assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["evaluate", str(tmp_path / "hf")]) == 2
-    assert "hf is no run: its config.json is of a model of Hugging Face" in capsys.readouterr().err
+    assert "hf is no run: its config.json is of a model that `sympow export` made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", ["bytes"], indirect=True)

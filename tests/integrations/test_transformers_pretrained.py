@@ -313,6 +313,76 @@ def test_a_gguf_file_that_names_more_than_it_holds_is_refused(gguf_file, place):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value", [-4, float("nan"), float("inf"), True, "a\nb", [1, 2], ["a"]], ids=str)
+@pytest.mark.parametrize("kind", ["Llama", "Granite", "Phi-4"])
+def test_fields_of_a_gguf_file_that_are_of_another_type_are_refused_in_one_line(kind, value, folder):
+    gguf = pytest.importorskip("gguf")
+    own = [
+        "context_length", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon",
+        "attention.key_length", "attention.value_length", "rope.freq_base", "vocab_size",
+    ]  # fmt: skip
+    own += [] if kind == "Phi-4" else ["rope.dimension_count"]
+    own += ["attention.sliding_window"] * (kind != "Granite") + ["embedding_scale"] * (kind == "Granite")
+    fields = [f"{KINDS[kind][0].lower()}.{field}" for field in own]
+    fields += [f"tokenizer.ggml.{field}" for field in ("tokens", "token_type", "merges", "pre", "add_bos_token")]
+    for field in fields:
+        if (value, field) == (True, "tokenizer.ggml.add_bos_token"):
+            continue  # which is right
+
+        def other(writer, field=field):
+            writer.kv_data[0].pop(field, None)
+            writer.add_key_value(field, value, gguf.GGUFValueType.get_type(value))
+
+        write_gguf(folder / "tiny.gguf", pretrained(kind), folder / "tokenizer.json", other)
+        with pytest.raises(ValueError, match=r"tiny\.gguf|expected true or false as") as error:
+            load_pretrained(folder / "tiny.gguf")
+        assert "\n" not in str(error.value), field
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "message"),
+    [
+        ("place", 32, r"attn_q.weight begins at \d+; expected \d+, behind the tensor before"),
+        ("place", -1, r"attn_q.weight begins at \d+; expected"),
+        ("type", 8, "attn_q.weight has rows of 48 numbers; expected a multiple of 32"),  # Q8_0
+        ("type", 1, "begins at"),  # F16, which leaves a hole behind
+        ("type", 26, "not yet implemented"),  # I32, as large as F32
+    ],
+)
+def test_tensors_of_a_gguf_file_are_where_and_what_they_must_be(change, value, message, gguf_file, monkeypatch):
+    data, name = bytearray(gguf_file.read_bytes()), b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # behind the number of axes and the axes
+    if change == "place":
+        data[at + 4 : at + 12] = struct.pack("<Q", struct.unpack_from("<Q", data, at + 4)[0] + value)
+    else:
+        data[at : at + 4] = struct.pack("<I", value)
+    gguf_file.write_bytes(data)
+    monkeypatch.setattr("sympow.integrations.transformers.pretrained.read_weight", None)  # no weight is read before
+    with pytest.raises(ValueError, match=rf"tiny\.gguf .*{message}") as error:
+        load_pretrained(gguf_file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (struct.pack("<IIQ", 9, 0, 2**25), "has 33,554,432 elements"),
+        (struct.pack("<IIQ", 9, 9, 2) + 2 * (struct.pack("<IQ", 0, 2**24) + bytes(2**24)), "has 16,777,216 elements"),
+        (struct.pack("<IQ", 8, 2**25), "has a text of 33,554,432 bytes"),
+    ],
+    ids=["list", "lists", "text"],
+)
+def test_a_value_of_a_gguf_file_takes_little_memory(value, message, tmp_path):
+    """A damaged number of elements can be as large as the weights behind the header."""
+    pytest.importorskip("gguf")
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + value
+    with (tmp_path / "tiny.gguf").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2**26)
+    with pytest.raises(ValueError, match=rf"tiny\.gguf is not a whole GGUF file .the field a {message}"):
+        load_pretrained(tmp_path / "tiny.gguf")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sympow import files
-from sympow.training import Checkpoint, CheckpointError, latest, load_checkpoint, save_checkpoint
+from sympow.training import Checkpoint, CheckpointError, fine_tuning_run, latest, load_checkpoint, save_checkpoint
 from sympow.training.checkpoint import checkpoint_path, latest_step, list_checkpoints, restore_model
 
 
@@ -148,6 +148,10 @@ def test_foreign_files(tmp_path):
     assert refusal(path).endswith("is no sympow checkpoint: it is empty")
     path.write_bytes(b"hello world")
     assert refusal(path).endswith("is no sympow checkpoint: it is not an archive as torch.save writes it")
+    path.write_bytes(b"GGUF" + bytes(20))
+    assert refusal(path).endswith("it is a GGUF file, of which `sympow convert` makes a run")
+    with pytest.raises(FileNotFoundError, match=r"00000001\.pt is no checkpoint in the folder of a run"):
+        fine_tuning_run(path)
     evil = Evil(tmp_path / "executed")
     path.write_bytes(pickle.dumps(evil))
     assert refusal(path).endswith("it is not an archive as torch.save writes it")

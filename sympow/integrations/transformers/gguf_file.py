@@ -21,6 +21,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9  # types of values
 _LEAST = {kind: struct.calcsize(f"<{code}") for kind, code in _SCALARS.items()} | {_STRING: 8, _ARRAY: 12}  # bytes
 _DIMENSIONS = 4  # of a tensor at most
+_MOST = 1 << 24  # bytes of a text, and elements of all lists together: damaged numbers must not take memory
 _F32 = 0  # a type of tensors
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -68,6 +69,12 @@ _OTHERS: dict[str, Any] = {
     _ROPE + "yarn_log_multiplier": 0.0,
 }
 
+_INTEGERS = (
+    *(field for field in _FIELDS if field != "attention.layer_norm_rms_epsilon"), _WINDOW, "vocab_size",
+    "rope.dimension_count", "attention.key_length", "attention.value_length", _ROPE + "original_context_length",
+)  # fmt: skip
+_TRUTHS = ("attention.causal", _ROPE + "finetuned")  # one has a single value, and nothing depends on the other
+
 
 class GGUFHeader(NamedTuple):
     """Holds what a GGUF file says before its weights.
@@ -95,7 +102,7 @@ class _Bytes:
     """Reads values of a file in their order, and nothing behind its end."""
 
     def __init__(self, data: Any):
-        self.data, self.at = data, 0
+        self.data, self.at, self.elements = data, 0, 0
 
     def need(self, count: int, what: str) -> None:
         if count > len(self.data) - self.at:
@@ -110,7 +117,11 @@ class _Bytes:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
 
     def string(self, what: str) -> str:
-        return self.take(self.number("Q", what), what).decode("utf-8")
+        size = self.number("Q", what)
+        self.need(size, what)
+        if size > _MOST:
+            raise _Cut(f"{what} has a text of {size:,} bytes")
+        return self.take(size, what).decode("utf-8")
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -121,6 +132,9 @@ class _Bytes:
             raise _Cut(f"{what} is of the unknown type {kind}")
         inner, count = self.number("I", what), self.number("Q", what)
         self.need(count * _LEAST.get(inner, 1), what)
+        self.elements += count
+        if self.elements > _MOST:
+            raise _Cut(f"{what} has {count:,} elements")
         if inner in _SCALARS:
             code = f"<{count}{_SCALARS[inner]}"
             return list(struct.unpack(code, self.take(struct.calcsize(code), what)))
@@ -165,7 +179,10 @@ def _header(path: Path, data: Any, sizes: Mapping[int, tuple[int, int]]) -> GGUF
         fields[name] = reader.value(reader.number("I", name), f"the field {name}")
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[int, int]] = {}
-    ends = 0
+    alignment = fields.get("general.alignment", 32)
+    if not _is_integer(alignment) or alignment < 1 or alignment & (alignment - 1):
+        raise _Cut(f"its alignment is {alignment!r}")
+    end = 0  # of the tensors so far
     for _ in range(count):
         name = reader.string("the name of a tensor")
         if name in shapes:
@@ -178,13 +195,15 @@ def _header(path: Path, data: Any, sizes: Mapping[int, tuple[int, int]]) -> GGUF
         if kind not in sizes:
             raise _Cut(f"the tensor {name} is of the unknown type {kind}")
         elements, block = sizes[kind]
+        if shape[:1] and shape[0] % elements:
+            raise _Cut(f"the tensor {name} has rows of {shape[0]} numbers; expected a multiple of {elements}")
+        expected = -(-end // alignment) * alignment
+        if offset != expected:
+            raise _Cut(f"the tensor {name} begins at {offset}; expected {expected}, behind the tensor before")
         shapes[name], places[name] = shape[::-1], (kind, offset)
-        ends = max(ends, offset + -(-math.prod(shape) // elements) * block)
-    alignment = fields.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise _Cut(f"its alignment is {alignment!r}")
+        end = offset + math.prod(shape) // elements * block
     start = -(-reader.at // alignment) * alignment
-    if count and start + ends > len(data):
+    if count and start + end > len(data):
         raise _Cut("it ends within its tensors")
     factors = None
     if ROPE_FACTORS in shapes:
@@ -197,11 +216,16 @@ def _header(path: Path, data: Any, sizes: Mapping[int, tuple[int, int]]) -> GGUF
     return GGUFHeader(path, fields, shapes, factors, whole)
 
 
-def read_weight(header: GGUFHeader, name: str) -> Tensor:
-    """Reads a tensor of a GGUF file, dequantized to float32, in the order of axes of torch.
+def check_types(header: GGUFHeader) -> None:
+    """Raises NotImplementedError for a type of tensors that the package gguf does not dequantize."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    Raises NotImplementedError for a type of tensors that the package gguf does not dequantize.
-    """
+    for kind in {GGMLQuantizationType(kind) for kind, _ in header.places.values()}:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+
+
+def read_weight(header: GGUFHeader, name: str) -> Tensor:
+    """Reads a tensor of a GGUF file, dequantized to float32, in the order of axes of torch; see `check_types`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     (kind, first), shape = header.places[name], header.shapes[name]
@@ -225,11 +249,21 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
         usual = _OTHERS.get(field)
         if not known or (usual is not None and value != usual):
             raise ValueError(f"{name} has {kind}.{field} = {_short(value)}, which is not known here")
+        if field == f"{_ROPE}type":
+            expected, right = "a text", isinstance(value, str)
+        elif field in _INTEGERS:
+            expected, right = "an integer", _is_integer(value)
+        else:
+            expected, right = "a number", field in _TRUTHS or _is_number(value)
+        if not right:
+            raise ValueError(f"{name} has {kind}.{field} = {_short(value)}; expected {expected}")
     for field in _FIELDS:
         if field not in own:
             raise ValueError(f"{name} lacks the field {kind}.{field}")
     config: dict[str, Any] = {"model_type": kind} | {theirs: own[field] for field, theirs in _FIELDS.items()}
-    tokens = header.fields.get("tokenizer.ggml.tokens", ())
+    tokens = header.fields.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list):
+        raise ValueError(f"{name} has tokenizer.ggml.tokens = {_short(tokens)}; expected a list")
     config["vocab_size"] = own.get("vocab_size", len(tokens))
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
     if kind != "qwen2":
@@ -292,6 +326,14 @@ def _own(header: GGUFHeader) -> dict[str, Any]:
     """Returns the fields that begin with the name of the architecture, without this name."""
     prefix = f"{header.fields.get('general.architecture')}."
     return {key.removeprefix(prefix): value for key, value in header.fields.items() if key.startswith(prefix)}
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _short(value: Any) -> str:

@@ -67,7 +67,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
     def value(field: str) -> Any:
         return fields.get(f"tokenizer.ggml.{field}")
 
-    kind, splitter = value("model"), _splitters().get(value("pre"))
+    kind, splitter = value("model"), _splitters().get(str(value("pre")))
     if kind != "gpt2" or splitter is None:
         known = ", ".join(_splitters())
         raise ValueError(
@@ -120,7 +120,10 @@ def _post_processor(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
     def token(name: str, usual: bool) -> list[str]:
         number = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if number is None or not fields.get(f"tokenizer.ggml.add_{name}_token", usual):
+        added = fields.get(f"tokenizer.ggml.add_{name}_token", usual)
+        if not isinstance(added, bool):
+            raise ValueError(f"expected true or false as tokenizer.ggml.add_{name}_token; got {added!r}")
+        if number is None or not added:
             return []
         return [_token(fields, number)]
 

@@ -18,6 +18,7 @@ from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.gguf_file import (
     ROPE_FACTORS,
     GGUFHeader,
+    check_types,
     model_config,
     read_header,
     read_weight,
@@ -134,6 +135,7 @@ def _weights(source: str | os.PathLike[str], where: Mapping[str, Any], config: A
 
 def _gguf_weights(header: GGUFHeader, config: Any) -> dict[str, Tensor]:
     """Reads the weights of a GGUF file, dequantized, by their names in transformers."""
+    check_types(header)  # before memory is taken
     kind, weights = header.fields["general.architecture"], {}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for key, _ in described(config):
