@@ -33,7 +33,7 @@ from tests.ops.contract import (
 )
 
 CASES = int(os.environ.get("GATE_CASES", "0"))
-PART = 25
+PART = 100
 HARDEST = -3e38  # nearly the least number of float32
 
 
