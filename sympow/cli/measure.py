@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from sympow.evaluation import Curve
+    from sympow.evaluation.needles import Tokenizer
+    from sympow.evaluation.passkey import Continue
     from sympow.training import Run
 
 _EVALUATE = """Measures the mean loss at each position of the context, over sequences from the held-out documents.
@@ -119,25 +121,13 @@ def add(command: AddCommand) -> None:
     probe.set_defaults(execute=run_recall_probe, rest="runs")
 
     passkey = command("passkey", "Measure the recall of a number in a long text.", _PASSKEY)
-    passkey.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
-    passkey.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
-                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
-    passkey.add_argument("--texts", metavar="N", type=positive, default=20,
-                         help="Use N texts at each length and depth (default: 20).")  # fmt: skip
-    passkey.add_argument("--seed", metavar="N", type=natural, default=0,
-                         help="Draw the numbers from this seed (default: 0).")  # fmt: skip
-    passkey.add_argument("--device", default="auto", help=DEVICE)
-    passkey.add_argument("--csv", metavar="FILE", type=path, help="Write the results into this file.")
+    _add_options_of_texts(passkey, "the numbers")
     passkey.add_argument("--plot", metavar="FILE", type=path,
                          help="Draw accuracy by context and depth into this image.")  # fmt: skip
-    passkey.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
-    add_trust_code(passkey)
     passkey.set_defaults(execute=run_passkey, rest="runs")
 
     needles = command("needles", "Measure the recall of statements in a long text.", _NEEDLES)
-    needles.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
-    needles.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
-                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
+    _add_options_of_texts(needles, "keys, values and places")
     tasks = ("single", "multikey", "tracing")
     needles.add_argument("--task", choices=tasks, nargs="+", default=tasks,
                          help="Measure these tasks (default: all).")  # fmt: skip
@@ -149,14 +139,6 @@ def add(command: AddCommand) -> None:
                          help="Make N statements in multikey (default: 4).")  # fmt: skip
     needles.add_argument("--hops", metavar="N", type=positive, default=4,
                          help="Give the value to N more names in tracing (default: 4).")  # fmt: skip
-    needles.add_argument("--texts", metavar="N", type=positive, default=20,
-                         help="Use N texts at each length and depth (default: 20).")  # fmt: skip
-    needles.add_argument("--seed", metavar="N", type=natural, default=0,
-                         help="Draw keys, values and places from this seed (default: 0).")  # fmt: skip
-    needles.add_argument("--device", default="auto", help=DEVICE)
-    needles.add_argument("--csv", metavar="FILE", type=path, help="Write the results into this file.")
-    needles.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
-    add_trust_code(needles)
     needles.set_defaults(execute=run_needles, rest="runs")
 
     sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", _SIZES)
@@ -180,6 +162,21 @@ def add(command: AddCommand) -> None:
                        help="Count N bytes for an element of a state (default: 2).")  # fmt: skip
     sizes.add_argument("--json", action="store_true", help="Print exact numbers as JSON.")
     sizes.set_defaults(execute=run_sizes)
+
+
+def _add_options_of_texts(parser: argparse.ArgumentParser, drawn: str) -> None:
+    """Adds the options that `passkey` and `needles` share; `drawn` says what the seed decides."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    parser.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
+                        help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
+    parser.add_argument("--texts", metavar="N", type=positive, default=20,
+                        help="Use N texts at each length and depth (default: 20).")  # fmt: skip
+    parser.add_argument("--seed", metavar="N", type=natural, default=0,
+                        help=f"Draw {drawn} from this seed (default: 0).")  # fmt: skip
+    parser.add_argument("--device", default="auto", help=DEVICE)
+    parser.add_argument("--csv", metavar="FILE", type=path, help="Write the results into this file.")
+    parser.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    add_trust_code(parser)
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
@@ -250,22 +247,14 @@ def run_recall_probe(options: argparse.Namespace) -> None:
 def run_passkey(options: argparse.Namespace) -> None:
     """Runs `sympow passkey`."""
     from sympow.cli.result_files import check_image, check_writable
-    from sympow.cli.scored_models import load_scored
-    from sympow.evaluation.passkey import native, passkey_recall, plot_passkeys, transformers, write_passkeys
-    from sympow.models import LanguageModel
-    from sympow.training.step import resolve_device
+    from sympow.evaluation.passkey import passkey_recall, plot_passkeys, write_passkeys
 
     check_writable(options.csv)
     check_image(options.plot)
+    texts = {"texts": options.texts, "seed": options.seed, "quiet": options.quiet}
     rows = []
-    for label, scored in load_scored(options.runs, resolve_device(options.device)).items():
-        if scored.tokenizer is None:
-            raise ValueError(f"{label} has no tokenizer: passkeys are texts")
-        generates = (
-            native(scored.model) if isinstance(scored.model, LanguageModel) else transformers(scored.model.model)
-        )
-        texts = {"texts": options.texts, "seed": options.seed, "quiet": options.quiet}
-        rows += passkey_recall(label, generates, scored.tokenizer, options.context, **texts)
+    for label, generates, tokenizer in _generating(options, "passkeys"):
+        rows += passkey_recall(label, generates, tokenizer, options.context, **texts)
     for row in rows:
         print(f"{row.model}: {row.context:,} tokens, depth {row.depth:.0%}: {row.accuracy:.0%} of {row.texts} numbers")
     if options.csv:
@@ -277,11 +266,8 @@ def run_passkey(options: argparse.Namespace) -> None:
 def run_needles(options: argparse.Namespace) -> None:
     """Runs `sympow needles`."""
     from sympow.cli.result_files import check_writable
-    from sympow.cli.scored_models import load_scored
     from sympow.evaluation.needles import needle_recall, write_needles
-    from sympow.evaluation.passkey import FILLER, native, transformers
-    from sympow.models import LanguageModel
-    from sympow.training.step import resolve_device
+    from sympow.evaluation.passkey import FILLER
 
     check_writable(options.csv)
     made = {name: getattr(options, name) for name in ("values", "texts", "keys", "hops", "seed", "quiet")}
@@ -291,17 +277,27 @@ def run_needles(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
     made |= {"tasks": options.task, "text": text}
     rows = []
-    for label, scored in load_scored(options.runs, resolve_device(options.device)).items():
-        if scored.tokenizer is None:
-            raise ValueError(f"{label} has no tokenizer: statements are texts")
-        model = scored.model
-        generates = native(model) if isinstance(model, LanguageModel) else transformers(model.model)
-        rows += needle_recall(label, generates, scored.tokenizer, options.context, **made)
+    for label, generates, tokenizer in _generating(options, "statements"):
+        rows += needle_recall(label, generates, tokenizer, options.context, **made)
     for row in rows:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}, {row.distance:,.0f} tokens before the answer"
         print(f"{row.model}: {row.task} of {row.values}, {where}: {row.accuracy:.0%} of {row.texts} texts")
     if options.csv:
         write_needles(options.csv, rows)
+
+
+def _generating(options: argparse.Namespace, texts: str) -> Iterator[tuple[str, Continue, Tokenizer]]:
+    """Yields the label, the function that continues prompts, and the tokenizer of each model of `options.runs`."""
+    from sympow.cli.scored_models import load_scored
+    from sympow.evaluation.passkey import native, transformers
+    from sympow.models import LanguageModel
+    from sympow.training.step import resolve_device
+
+    for label, scored in load_scored(options.runs, resolve_device(options.device)).items():
+        if scored.tokenizer is None:
+            raise ValueError(f"{label} has no tokenizer: {texts} are texts")
+        model = scored.model
+        yield label, native(model) if isinstance(model, LanguageModel) else transformers(model.model), scored.tokenizer
 
 
 def run_sizes(options: argparse.Namespace) -> None:

@@ -17,6 +17,13 @@ def test_who_takes_them(monkeypatch):
     assert availability.refusal_of_kernels(torch.device("cuda"), torch.bfloat16) == "needs another triton"
 
 
+def test_compiled_code_takes_kernels(monkeypatch):
+    """In torch 2.11 its own function is true in everything that torch.compile traces."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert not availability.is_exporting()
+    assert availability.has_kernels(torch.device("cuda"), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("versions", "reason"),
     [
