@@ -24,6 +24,7 @@ from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
+from sympow.ops.memory import check_memory
 from sympow.ops.rope_scaling import magnitude
 from sympow.ops.types import OutOfRangeError
 
@@ -82,7 +83,8 @@ class AttentionMixer(Mixer):
         output_gate: multiply every head's output by silu(W_g c).
         output_gate_bias: multiply by silu(W_g c + b) instead; b starts at 0.
 
-    Raises ValueError for a width that the heads do not divide and for options it does not know.
+    Raises ValueError for a width that the heads do not divide, for options it does not know, and for weights that are
+    larger than the free memory.
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
@@ -128,6 +130,10 @@ class AttentionMixer(Mixer):
         value_dim = head_dim if value_dim is None else value_dim
         if min(head_dim, value_dim) < 1:
             raise ValueError(f"head_dim and value_dim must be positive; got {head_dim=}, {value_dim=}")
+        self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
+        weights = torch.get_default_dtype().itemsize * d_model * (sum(self._split) + n_heads * value_dim)
+        what = f"a layer with {d_model=:,}, {n_heads=:,}, {head_dim=:,} and {value_dim=:,}"
+        check_memory(what, weights, torch.get_default_device())
         if rotation not in self.rotations:
             raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
         if not isinstance(short_convolution, int) or isinstance(short_convolution, bool) or short_convolution < 0:
@@ -154,7 +160,6 @@ class AttentionMixer(Mixer):
         self.rope_scaling = None if rope_scaling is None else dict(rope_scaling)
         self._scaling_key = None if rope_scaling is None else json.dumps(self.rope_scaling)
         self._magnitude = magnitude(rope_scaling)
-        self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.convolution = (
             DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
         )

@@ -64,7 +64,5 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            f"the gradient of {ctx.name} cannot be differentiated again (create_graph=True); power_attention and "
-            "power_delta_rule with impl='reference' have second derivatives"
-        )
+        hint = "; impl='reference' has second derivatives" if "power_" in ctx.name else ""
+        raise RuntimeError(f"the gradient of {ctx.name} cannot be differentiated again (create_graph=True){hint}")

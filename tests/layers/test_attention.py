@@ -196,3 +196,9 @@ def test_elu_keeps_its_precision_late_in_a_row_of_documents():
     x = random(1, 20_000, 8).float()
     packed = layer(x, cu_seqlens=torch.tensor([0, 19_990, 20_000]))
     torch.testing.assert_close(packed[:, -10:], layer(x[:, -10:]), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 10**9}, {"value_dim": 10**9}])
+def test_weights_beyond_memory_are_refused_before_anything_is_made(options):
+    with pytest.raises(ValueError, match=r"a layer with d_model=64, .*1,000,000,000.* needs .* of memory; this machine"):
+        SoftmaxAttention(64, 2, **options)
