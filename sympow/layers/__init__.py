@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sympow.layers.auxiliary import auxiliary_losses
     from sympow.layers.base import Mixer
     from sympow.layers.contract import ContractError, check_contract
+    from sympow.layers.hybrid_heads import HybridHeads
     from sympow.layers.linear import LinearAttention
     from sympow.layers.power import PowerAttention
     from sympow.layers.power_delta import PowerDeltaAttention
@@ -25,6 +26,7 @@ __all__ = [
     "MIXERS",
     "AttentionMixer",
     "ContractError",
+    "HybridHeads",
     "LinearAttention",
     "Mixer",
     "MixerState",
@@ -45,6 +47,7 @@ _FILES = {
     "auxiliary": ("auxiliary_losses",),
     "base": ("Mixer",),
     "contract": ("ContractError", "check_contract"),
+    "hybrid_heads": ("HybridHeads",),
     "linear": ("LinearAttention",),
     "power": ("PowerAttention",),
     "power_delta": ("PowerDeltaAttention",),

@@ -50,6 +50,7 @@ MIXERS = MixerTable(
         "linear": "linear:LinearAttention",
         "window": "window:WindowAttention",
         "power_delta": "power_delta:PowerDeltaAttention",
+        "hybrid_heads": "hybrid_heads:HybridHeads",
         "short_convolution": "short_convolution:ShortConvolution",
         "long_convolution": "zoology.long_convolution:LongConvolution",
         "base_conv": "zoology.base_conv:BaseConv",

@@ -317,6 +317,16 @@ def hybrid_window_delta() -> RunConfig:
     return _config("hybrid_window_delta", window, delta, window, softmax, delta, delta)
 
 
+def heads_delta() -> RunConfig:
+    """Half of the heads windows of 1,024 tokens and half of them the delta rule, in every layer."""
+    return _config("heads_delta", MixerConfig("hybrid_heads", {"window": 1024}))
+
+
+def hybrid_heads_delta() -> RunConfig:
+    """Five layers like those of `heads_delta`, and gated softmax attention without a rotation in the fourth."""
+    return _hybrid("hybrid_heads_delta", MixerConfig("hybrid_heads", {"window": 1024}))
+
+
 def based() -> RunConfig:
     """Windows of 64 tokens and linear attention by a Taylor map of 16 channels in turn: Based, in the block."""
     taylor = MixerConfig("linear", BLOCK | {"feature_map": "taylor", "head_dim": 16, "value_dim": 64})

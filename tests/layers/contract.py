@@ -61,6 +61,17 @@ OPTIONS: dict[str, list[dict]] = {
         {"window": 7, "rotation": "none"},
         {"window": 7, "short_convolution": 3, "head_norm": True, "output_gate": True},
     ],
+    "hybrid_heads": [
+        {"window": 7},
+        {"window": 5, "window_heads": 1, "mixer": "power", "options": {"p": 2, "head_dim": 4}},
+        {
+            "window": 40,
+            "window_heads": 3,
+            "mixer": "softmax",
+            "options": {"gate": True},
+            "window_options": {"n_kv_heads": 1, "head_dim": 8, "head_norm": False, "output_gate": False},
+        },
+    ],
     "short_convolution": [
         {},
         {"width": 1},

@@ -200,5 +200,7 @@ def test_elu_keeps_its_precision_late_in_a_row_of_documents():
 
 @pytest.mark.parametrize("options", [{"head_dim": 10**9}, {"value_dim": 10**9}])
 def test_weights_beyond_memory_are_refused_before_anything_is_made(options):
-    with pytest.raises(ValueError, match=r"a layer with d_model=64, .*1,000,000,000.* needs .* of memory; this machine"):
+    with pytest.raises(
+        ValueError, match=r"a layer with d_model=64, .*1,000,000,000.* needs .* of memory; this machine"
+    ):
         SoftmaxAttention(64, 2, **options)

@@ -18,6 +18,7 @@ HEADS = {
 }  # fmt: skip
 REQUIRED = {
     "window": {"window": 24},
+    "hybrid_heads": {"window": 24},
     "blocked_window": {"window": 48},
     "long_convolution": {"max_length": 40},
     "base_conv": {"max_length": 40},
@@ -56,10 +57,11 @@ def test_state(name, tokens):
         assert steps == state == "none"
         return
     letters = {"d": D_MODEL, "N": tokens, "H": N_HEADS, "min": min}
-    letters |= {"w": getattr(mixer, "window", None), "L": REQUIRED.get(name, {}).get("max_length")}
+    heads = getattr(mixer, "near", mixer)
+    letters |= {"w": getattr(heads, "window", None), "L": REQUIRED.get(name, {}).get("max_length")}
     letters |= {"k": getattr(mixer, "top_k", 4), "n": getattr(mixer, "state_dim", 64)}
-    if isinstance(mixer, AttentionMixer):
-        letters |= {"G": mixer.n_kv_heads, "K": mixer.head_dim, "V": mixer.value_dim, "D": spow_dim(mixer.head_dim, 2)}
+    if isinstance(heads, AttentionMixer):
+        letters |= {"G": heads.n_kv_heads, "K": heads.head_dim, "V": heads.value_dim, "D": spow_dim(heads.head_dim, 2)}
     assert mixer.state_size(tokens) == eval(state.strip("`"), {"__builtins__": {}}, letters)
     grows = max(mixer.state_size(40), mixer.state_size(100_000)) > mixer.state_size(1)
     assert steps == ("cache" if grows else "recurrence")

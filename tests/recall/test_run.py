@@ -198,13 +198,14 @@ def test_learned_positions_and_precision_take_part(small):
     assert row["positions"] is True and row["precision"] == "bf16" and math.isfinite(row["train_loss"])
 
 
-NEEDED = {"window": {"window": 4}, "blocked_window": {"window": 4}, "selection": {"selection": "learned", "top_k": 2}}
+NEEDED = {"window": {"window": 4}, "hybrid_heads": {"window": 4}, "blocked_window": {"window": 4},
+          "selection": {"selection": "learned", "top_k": 2}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_mixer_is_trained_and_measured(small, name):
     """What a mixer needs beside its options reaches it: lengths, tokens, auxiliary losses."""
-    model = Architecture(name, (MixerConfig(name, NEEDED.get(name, {})),), mlp_ratio=0)
+    model = Architecture(name, (MixerConfig(name, NEEDED.get(name, {})),), mlp_ratio=0, heads=2)
     (row,) = run(replace(small, architecture=model, width=16, examples=64, epochs=1), device="cpu")
     assert row["steps"] == 2 and math.isfinite(row["train_loss"]) and math.isfinite(row["test_loss"])
     assert (row["state_bytes"] is None) == (name in ("programmatic_conv", "autocorrelation_conv"))

@@ -170,6 +170,8 @@ MATRICES: dict[str, tuple[dict, dict[str, list[int]]]] = {
     "softmax": ({"gate": True, "value_dim": 64}, {"mixer.qkv": [128, 128, 256], "mixer.out": [128]}),
     "linear": ({}, HEADS),
     "window": ({"window": 4, "short_convolution": 4}, HEADS),
+    "hybrid_heads": ({"window": 4}, {f"mixer.{part}.{name}": rows for part in ("near", "far") for name, rows in
+                                     {"qkv": [64] * 3, "out": [128], "output_gate": [64]}.items()}),
     "blocked_window": ({"window": 4}, HEADS),
     "selection": ({"selection": "learned", "top_k": 3}, HEADS),
     "short_convolution": ({"mixer": "power", "options": {"output_gate": False}},
