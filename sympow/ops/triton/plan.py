@@ -101,7 +101,7 @@ DELTA = {
     (torch.bfloat16, 64): (Launch(64, 64, 4, 2), Launch(256, 32, 4, 1)),
     (torch.bfloat16, 128): (Launch(64, 64, 8, 2), Launch(256, 32, 4, 1)),
     (torch.float32, 64): (Launch(32, 64, 4, 2), Launch(128, 32, 8, 1)),
-    (torch.float32, 128): (Launch(32, 32, 4, 2), Launch(64, 32, 4, 1)),
+    (torch.float32, 128): (Launch(32, 32, 4, 2), Launch(64, 32, 8, 1)),
 }
 
 
