@@ -41,8 +41,8 @@ def forward(
     options: DeltaOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Computes output, last state, errors and updates, by (M21) to (M23); shapes are those of `DeltaBackend`."""
-    errors, u = backend.solve(k, v, beta, log_g, state, options)
-    out, last = backend.attend(q, k, u, log_g, state, options)
+    errors, u, states = backend.solve(k, v, beta, log_g, state, options)
+    out, last = backend.attend(q, k, u, log_g, state, states, options)
     return out, last, errors, u
 
 
@@ -68,7 +68,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def solve(
     k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     """Returns the errors e and the updates u = beta e, [B, T, G, V], in the dtype of k, which is float32 or float64.
 
     Args:
@@ -93,7 +93,7 @@ def solve(
         if span != spans[-1] and features is not None:
             rows = _zeros(k, v, p) if rows is None else rows * chunk.past[:, :, -1:]
             features.accumulate(rows, chunk.beta[:, None] * error * chunk.kept)
-    return errors, beta[..., None] * errors
+    return errors, beta[..., None] * errors, None
 
 
 def solve_gradient(
@@ -130,7 +130,7 @@ def solve_gradient(
 
 
 def attend(
-    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, states: None, options: DeltaOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Computes power attention without a normalizer, see `sympow.ops.eager`; states are [B, G, D, V]."""
     before = None if state is None else PowerState(state, _no_keys(state), options.p, k.shape[3])

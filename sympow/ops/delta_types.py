@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,8 +43,8 @@ class DeltaBackend(Protocol):
 
     def solve(
         self, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the errors e and the updates u = beta e, [B, T, G, V]."""
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Returns the errors e and the updates u = beta e, [B, T, G, V], and the states that `attend` can use."""
         ...
 
     def solve_gradient(
@@ -54,9 +54,10 @@ class DeltaBackend(Protocol):
         ...
 
     def attend(
-        self, q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns output and last state of power attention with the values u."""
+        self, q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, states: Any,
+        options: DeltaOptions,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Returns output and last state of power attention with the values u; `states` are those of `solve`."""
         ...
 
     def attend_gradient(

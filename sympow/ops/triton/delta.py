@@ -1,12 +1,12 @@
 """The delta rule by Triton kernels: prediction errors and their gradients, see `sympow.ops.delta_solve`.
 
-Within a chunk, blocks of tokens are solved one after another by one program a head. What the tokens of a block take
-from one another is computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij,
-(I + D o A)^-1 is D o (I + A)^-1. Between chunks the state is read and written by the kernels of power attention. So are
-output and gradients.
+Within a chunk, groups of blocks of tokens are solved one after another, the blocks of a group by the same program. What
+the tokens of a block take from one another is computed before, for all blocks at once and without gates: with
+(D o A)_ij = d_i / d_j A_ij, (I + D o A)^-1 is D o (I + A)^-1. What a group takes from others is computed by many
+programs. Between chunks the state is read and written by the kernels of power attention. So are output and gradients.
 
-Log decays are sums of two float32 numbers, `high` and `low` [B, T, G], relative to the start of a chunk. The difference
-of two of them keeps its digits behind a gate that has decayed everything.
+Log decays are sums of two float32 numbers, `high` and `low`, relative to the start of a chunk. The difference of two of
+them keeps its digits behind a gate that has decayed everything.
 """
 
 from __future__ import annotations
@@ -27,39 +27,20 @@ from sympow.ops.runtime.launcher import ceil_div, next_power_of_2, operator
 from sympow.ops.runtime.launcher import launch as launch_kernel
 from sympow.ops.triton import adapt as power
 from sympow.ops.triton import launch, plan
-from sympow.ops.triton.plan import Call
+from sympow.ops.triton.gate import REACH_TILE, gate_sums
+from sympow.ops.triton.plan import SUM_BLOCK, Call, Gate, Shapes
 from sympow.ops.triton.primitives import power as power_of
 from sympow.ops.types import PowerState
 
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
-_GROUP = 4  # blocks that one program solves; what earlier groups return for them is computed by many programs
+_CORRECTIONS = {"num_warps": 1}  # options of the launch of `block_corrections`
 _ROWS = 64  # rows of a program that adds up the gradients of keys
-_VANISHES = 256.0  # -log2 of a decay that is 0 in float32
-_LOG2_E = 1.4426950408889634
-
-
-class Decays(NamedTuple):
-    """Holds log2 of the decay from the start of the chunk to each token, as a sum of two float32 [B, T, G]."""
-
-    high: Tensor
-    low: Tensor
+_VANISHED = tl.constexpr(150.0)  # -log2 of a decay that is 0 in float32
 
 
 # ------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _decay(high_i, low_i, high_j, low_j):
-    """Returns the decay from tokens j (columns) to tokens i (rows); 1 where j is later than i."""
-    return tl.exp2(tl.minimum((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]), 0.0))
-
-
-@triton.jit
-def _decay_to_columns(high_i, low_i, high_j, low_j):
-    """Returns the decay from tokens i (rows) to tokens j (columns); 1 where i is later than j."""
-    return tl.exp2(tl.minimum((high_j[None, :] - high_i[:, None]) + (low_j[None, :] - low_i[:, None]), 0.0))
 
 
 @triton.jit
@@ -171,192 +152,279 @@ def block_corrections(
 
 
 @triton.jit
-def _less_earlier(
-    acc, x, high_i, low_i, k, update, high, low, start, g, G, first, last,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Returns acc [BLOCK, COLUMNS] of tokens with keys x, less what the updates of blocks first to last - 1 return."""
-    t = tl.arange(0, BLOCK)
-    c = tl.arange(0, COLUMNS)
-    for j in range(first, last):
-        other = (start + j * BLOCK + t) * G + g
-        y = tl.load(k + other[:, None] * K + tl.arange(0, K)[None, :])
-        w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+def _log_decay(high, low, early, late):
+    """Returns log2 of the decay from tokens `early` to tokens `late` of the chunk, at most 0."""
+    rest = tl.load(low + late) - tl.load(low + early)
+    return tl.minimum((tl.load(high + late) - tl.load(high + early)) + rest, 0.0)
+
+
+@triton.jit
+def _decay(high_early, low_early, high_late, low_late):
+    """Returns the decay between tokens with these log decays; 1 where the first is the later one."""
+    return tl.exp2(tl.minimum((high_late - high_early) + (low_late - low_early), 0.0))
+
+
+@triton.jit
+def _source(
+    source, read, high, low, n, t, row, local, count, G, c, V: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr
+):
+    """Returns channels c of what tokens n + t [ROWS] of a chunk start from: source, less `read` times a decay.
+
+    source is [B, T, G, V], in which token n of the head is row `row`. `read`, None or float32 [B, count, G, V], in
+    which token n is row `local`, is what the state before the chunk returns. If LATER, it is what the negative of the
+    gradient of the state behind the chunk gives.
+    """
+    valid = n + t < count
+    mask = valid[:, None] & (c < V)
+    place = t[:, None] * (G * V) + c
+    acc = tl.load(source + row * V + place, mask=mask, other=0.0).to(tl.float32)
+    if read is not None:
+        x = tl.load(read + local * V + place, mask=mask, other=0.0)
         if GATED:
-            w *= _decay(high_i, low_i, tl.load(high + other), tl.load(low + other))
-        u = tl.load(update + other[:, None] * V + c[None, :], mask=(c < V)[None, :], other=0.0)
-        acc -= tl.dot(w.to(u.dtype), u, input_precision=PRECISION)
+            high_n = tl.load(high + n + t, mask=valid, other=0.0)
+            low_n = tl.load(low + n + t, mask=valid, other=0.0)
+            if LATER:
+                x *= _decay(high_n, low_n, tl.load(high + count - 1), tl.load(low + count - 1))[:, None]
+            else:
+                x *= _decay(0.0, 0.0, high_n, low_n)[:, None]
+        acc -= x
     return acc
 
 
 @triton.jit
-def earlier_pass(
-    k, source, target, high, low, update, first, T, count, group, G,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Computes target, float32: source less what the updates of earlier groups of blocks return, for one group.
+def _near_end(j, count, SPAN: tl.constexpr, LATER: tl.constexpr):
+    """Returns the last token of the group of token j, or its first one if LATER; the last of all for later tokens."""
+    if LATER:
+        return tl.minimum(j // SPAN * SPAN, count - 1)
+    else:
+        return tl.minimum(j // SPAN * SPAN + (SPAN - 1), count - 1)
 
-    source and target are [B, T, G, V]. The chunk has `count` tokens and begins at `first`. `group` is the first block
-    of the group. Grid: blocks of the group, rows, G.
+
+@triton.jit
+def groups_pass(
+    k, source, read, sums, faded, target, T, count, group, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes target, float32 [B, G, SPAN, COLUMNS], for the group of SPAN tokens that begins at token `group`.
+
+    That is what `_source` returns, less what the updates of earlier groups return; if LATER, less what the gradients of
+    the values of later groups say of the updates. Tensors of all tokens begin with the chunk, which has `count` tokens.
+    faded [B, G, groups SPAN, COLUMNS] has these updates, decayed to the end of their own group, or these gradients,
+    decayed to the start of it. Grid: tiles of ROWS tokens of the group, rows, G.
     """
     b = tl.cast(tl.program_id(1), tl.int64)
-    g = tl.program_id(2)
-    start = b * T + first
-    c = tl.arange(0, COLUMNS)
-    n = (group + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
-    valid = n < count
-    token = (start + n) * G + g
-    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
-    mask = valid[:, None] & (c < V)[None, :]
-    here = token[:, None] * V + c[None, :]
-    acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
-    high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
-    low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
-    acc = _less_earlier(
-        acc, x, high_i, low_i, k, update, high, low, start, g, G, 0, group, K, V, COLUMNS, P, BLOCK, GATED, PRECISION
-    )
-    tl.store(target + here, acc, mask=mask)
+    g = tl.cast(tl.program_id(2), tl.int64)
+    batch = tl.cast(tl.num_programs(1), tl.int64)
+    start = b * T
+    t = tl.arange(0, ROWS)
+    s = tl.arange(0, STEP)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    channel = tl.arange(0, K)[None, :]
+    n = group + tl.program_id(0) * ROWS
+    valid = n + t < count
+    row = (start + n) * G + g
+    x = tl.load(k + row * K + (t[:, None] * (G * K) + channel), mask=valid[:, None], other=0.0)
+    groups = tl.cdiv(count, SPAN)
+    faded += (b * G + g) * groups * (SPAN * COLUMNS)
+    high = sums
+    low = sums
+    begin = group * 0
+    end = group // SPAN
+    if LATER:
+        begin = end + 1
+        end = groups
+    if GATED:
+        high += g * batch * T + start
+        low = high + G * batch * T
+        # From j to i everything decays in three parts: from j to the end of its group, then to the first token of the
+        # group of i, then to i. The second part is one number for two groups. If LATER, the other way round.
+        border = group
+        if LATER:
+            border = group + SPAN - 1
+        gone = group * 0  # groups of which nothing is left at the border
+        for i in range(begin, end, 32):
+            other = i + tl.arange(0, 32)
+            if LATER:
+                far = _log_decay(high, low, border, tl.minimum(other * SPAN, count - 1))
+            else:
+                far = _log_decay(high, low, tl.minimum(other * SPAN + SPAN - 1, border), border)
+            gone += tl.sum(((far < -_VANISHED) & (other < end)).to(tl.int32), 0)
+        if LATER:
+            end -= gone
+        else:
+            begin += gone
+        high_b = tl.load(high + border)
+        low_b = tl.load(low + border)
+        near = _near_end(begin * SPAN, count, SPAN, LATER)
+        high_j = tl.load(high + near)
+        low_j = tl.load(low + near)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for j in range(begin * SPAN, tl.minimum(end * SPAN, count), STEP):
+        keys = k + ((start + j) * G + g) * K + (s * (G * K) + channel)
+        if LATER:
+            y = tl.load(keys, mask=j + s < count, other=0.0)
+        else:
+            y = tl.load(keys)
+        u = tl.load(faded + tl.cast(j, tl.int64) * COLUMNS + (s * COLUMNS + c))
+        w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+        if GATED:
+            if LATER:
+                w *= _decay(high_b, low_b, high_j, low_j)
+            else:
+                w *= _decay(high_j, low_j, high_b, low_b)
+            near = _near_end(j + STEP, count, SPAN, LATER)  # of the next iteration, which need not wait for the loads
+            high_j = tl.load(high + near)
+            low_j = tl.load(low + near)
+        acc = tl.dot(w.to(u.dtype), u, acc, input_precision=PRECISION)
+    if GATED:
+        high_n = tl.load(high + n + t, mask=valid, other=0.0)
+        low_n = tl.load(low + n + t, mask=valid, other=0.0)
+        if LATER:
+            acc *= _decay(high_n, low_n, high_b, low_b)[:, None]
+        else:
+            acc *= _decay(high_b, low_b, high_n, low_n)[:, None]
+    local = (b * count + n) * G + g
+    acc = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER) - acc
+    target += ((b * G + g) * SPAN + tl.program_id(0) * ROWS) * COLUMNS
+    tl.store(target + (t[:, None] * COLUMNS + c), acc)
+
+
+@triton.jit
+def _block(
+    k, beta, source, read, target, high, low, own, T, count, group, b, g, G, c,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """Returns keys, beta and what the solution starts from of the block whose first token is `own` of the group."""
+    t = tl.arange(0, BLOCK)
+    n = group + own
+    valid = n + t < count
+    row = (b * T + n) * G + g
+    keys = k + row * K + (t[:, None] * (G * K) + tl.arange(0, K)[None, :])
+    x = tl.load(keys, mask=valid[:, None], other=0.0)
+    scale = tl.load(beta + row + t * G, mask=valid, other=0.0)
+    if ALONE:
+        local = (b * count + n) * G + g
+        acc = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER)
+    else:
+        acc = tl.load(target + ((b * G + g) * SPAN + own) * COLUMNS + (t[:, None] * COLUMNS + c))
+    return x, scale, acc
 
 
 @triton.jit
 def solve_pass(
-    k, source, beta, high, low, corrections, errors, update, first, T, count, group, blocks, G,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
+    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, group, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    WIDTH: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes errors and update = beta errors, [B, T, G, V], of `blocks` blocks from the block `group` on.
+    """Computes errors and update = beta errors, [B, T, G, V], for the group of SPAN tokens that begins at `group`.
 
-    source [B, T, G, V] has what earlier chunks and groups leave of the values. The chunk has `count` tokens and begins
-    at `first`. Grid: rows, G.
+    If LATER, it computes the gradients of the values, in place of update, and the part of each program in dbeta,
+    [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
+    what `_source` returns; otherwise from target, see `groups_pass`. If they are not None, `recent` [B, count, G, V]
+    gets a copy of update, and faded what `groups_pass` reads of it. Tensors begin with the chunk, as in that pass.
+    Grid: rows, G, parts of WIDTH channels.
+
+    Blocks of the group are solved one after another, the last one first if LATER.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
-    g = tl.program_id(1)
-    start = b * T + first
-    c = tl.arange(0, COLUMNS)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    high = sums
+    low = sums
+    if GATED:
+        batch = tl.cast(tl.num_programs(0), tl.int64)
+        high += g * batch * T + b * T
+        low = high + G * batch * T
     t = tl.arange(0, BLOCK)
-    for i in range(group, group + blocks):
-        n = i * BLOCK + t
-        valid = n < count
-        token = (start + n) * G + g
-        x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
-        mask = valid[:, None] & (c < V)[None, :]
-        here = token[:, None] * V + c[None, :]
-        acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
-        high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
-        low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
-        acc = _less_earlier(
-            acc, x, high_i, low_i, k, update, high, low, start, g, G, group, i, K, V, COLUMNS, P, BLOCK, GATED,
-            PRECISION,
-        )  # fmt: skip
-        at = corrections + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
-        r = tl.load(at + t[:, None] * BLOCK + t[None, :])
-        if GATED:
-            r *= _decay(high_i, low_i, high_i, low_i)
-        scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
-        error = acc - tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
-        tl.store(errors + here, error.to(errors.dtype.element_ty), mask=mask)
-        tl.store(update + here, (error * scale).to(update.dtype.element_ty), mask=mask)
-        tl.debug_barrier()  # other threads read the update in the next iteration
-
-
-@triton.jit
-def _less_later(
-    acc, x, high_i, low_i, k, dv, high, low, start, g, G, first, last, count,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Returns acc [BLOCK, COLUMNS] of tokens with keys x, less what the gradients dv of blocks first to last - 1 say of
-    their updates."""
-    t = tl.arange(0, BLOCK)
-    c = tl.arange(0, COLUMNS)
-    for j in range(first, last):
-        later = j * BLOCK + t < count
-        other = (start + j * BLOCK + t) * G + g
-        y = tl.load(k + other[:, None] * K + tl.arange(0, K)[None, :], mask=later[:, None], other=0.0)
-        w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
-        if GATED:
-            high_j = tl.load(high + other, mask=later, other=0.0)
-            low_j = tl.load(low + other, mask=later, other=0.0)
-            w *= _decay_to_columns(high_i, low_i, high_j, low_j)
-        e = tl.load(dv + other[:, None] * V + c[None, :], mask=later[:, None] & (c < V)[None, :], other=0.0)
-        acc -= tl.dot(w.to(e.dtype), e, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def later_pass(
-    k, source, target, high, low, dv, first, T, count, group, blocks, G,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Computes target, float32: source less what the gradients dv of later groups say of the updates of one group.
-
-    source and target are [B, T, G, V]. The chunk has `count` tokens and begins at `first`. `group` is the first block
-    of the group, which has `blocks`. Grid: blocks of the group, rows, G.
-    """
-    b = tl.cast(tl.program_id(1), tl.int64)
-    g = tl.program_id(2)
-    start = b * T + first
-    c = tl.arange(0, COLUMNS)
-    n = (group + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
-    valid = n < count
-    token = (start + n) * G + g
-    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
-    mask = valid[:, None] & (c < V)[None, :]
-    here = token[:, None] * V + c[None, :]
-    acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
-    high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
-    low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
-    acc = _less_later(
-        acc, x, high_i, low_i, k, dv, high, low, start, g, G, group + blocks, tl.cdiv(count, BLOCK), count,
-        K, V, COLUMNS, P, BLOCK, GATED, PRECISION,
+    c = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    BLOCKS: tl.constexpr = SPAN // BLOCK
+    last = tl.minimum(group + SPAN, count) - 1
+    keys = ()
+    updates = ()
+    lefts = ()  # the token of each solved block that is next to the blocks that are not solved
+    following = _block(
+        k, beta, source, read, target, high, low, SPAN - BLOCK if LATER else 0, T, count, group, b, g, G, c,
+        K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
     )  # fmt: skip
-    tl.store(target + here, acc, mask=mask)
-
-
-@triton.jit
-def solve_gradient_pass(
-    k, source, errors, beta, high, low, corrections, dv, dbeta, first, T, count, group, blocks, G,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Computes dv [B, T, G, V] and dbeta [B, T, G] of `blocks` blocks from the block `group` on, the last one first.
-
-    source [B, T, G, V] is the gradient of the updates, from all outputs, states and later groups. The chunk has `count`
-    tokens and begins at `first`. Grid: rows, G.
-    """
-    b = tl.cast(tl.program_id(0), tl.int64)
-    g = tl.program_id(1)
-    start = b * T + first
-    c = tl.arange(0, COLUMNS)
-    t = tl.arange(0, BLOCK)
-    for step in range(blocks):
-        i = group + blocks - 1 - step
-        n = i * BLOCK + t
-        valid = n < count
-        token = (start + n) * G + g
-        x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
-        mask = valid[:, None] & (c < V)[None, :]
-        here = token[:, None] * V + c[None, :]
-        acc = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
-        high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
-        low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
-        acc = _less_later(
-            acc, x, high_i, low_i, k, dv, high, low, start, g, G, i + 1, group + blocks, count, K, V, COLUMNS, P,
-            BLOCK, GATED, PRECISION,
-        )  # fmt: skip
-        at = corrections + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
-        r = tl.load(at + t[None, :] * BLOCK + t[:, None])  # transposed
+    for m in tl.static_range(BLOCKS):
+        x, scale, acc = following
+        if m + 1 < BLOCKS:  # starts now, because loads take about as long as the solution of a block
+            following = _block(
+                k, beta, source, read, target, high, low, SPAN - (m + 2) * BLOCK if LATER else (m + 1) * BLOCK, T,
+                count, group, b, g, G, c, K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
+            )  # fmt: skip
+        n = group + (SPAN - (m + 1) * BLOCK if LATER else m * BLOCK)
+        valid = n + t < count
+        row = (b * T + n) * G + g
+        mask = valid[:, None] & (c < V)
+        place = t[:, None] * (G * V) + c
+        at = ((b * tl.cdiv(T, BLOCK) + n // BLOCK) * G + g) * (BLOCK * BLOCK)
+        r = tl.load(corrections + at + (t[:, None] * BLOCK + t[None, :]), mask=valid[:, None], other=0.0)
+        if LATER:
+            r = tl.trans(r)
+            error = tl.load(errors + row * V + place, mask=mask, other=0.0)
         if GATED:
-            r *= _decay_to_columns(high_i, low_i, high_i, low_i)
-        scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
-        h = acc - tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
-        tl.store(dv + here, (h * scale).to(dv.dtype.element_ty), mask=mask)
-        error = tl.load(errors + here, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dbeta + token, tl.sum(h * error, 1), mask=valid)
-        tl.debug_barrier()  # other threads read dv in the next iteration
+            # Everything decays from j to i in three parts, as in `groups_pass`, here from block to block.
+            front = tl.minimum(n, count - 1)
+            back = tl.minimum(front + BLOCK, count) - 1
+            high_n = tl.load(high + n + t, mask=valid, other=0.0)
+            low_n = tl.load(low + n + t, mask=valid, other=0.0)
+            to_front = _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)
+            to_back = _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))
+        found = tl.zeros([BLOCK, WIDTH], tl.float32)
+        for j in tl.static_range(m):
+            w = power_of(tl.dot(x, tl.trans(keys[j]), input_precision=PRECISION), P)
+            if GATED:
+                if LATER:
+                    w *= tl.exp2(_log_decay(high, low, back, lefts[j]))
+                else:
+                    w *= tl.exp2(_log_decay(high, low, lefts[j], front))
+            found = tl.dot(w.to(updates[j].dtype), updates[j], found, input_precision=PRECISION)
+        if GATED:
+            if LATER:
+                acc -= found * to_back[:, None]
+                r *= _decay(high_n[:, None], low_n[:, None], high_n[None, :], low_n[None, :])
+            else:
+                acc -= found * to_front[:, None]
+                r *= _decay(high_n[None, :], low_n[None, :], high_n[:, None], low_n[:, None])
+        else:
+            acc -= found
+            # This brings r into registers, as decays do. As an operand in shared memory it would let updates take the
+            # place of `scaled` there, in another layout. For operands of two layouts at one place, ptxas of CUDA 12.8
+            # loses the address and reads the stack pointer instead, see `compile_kernels.py` in the tests.
+            r *= tl.load(beta + row + t * G, mask=valid, other=0.0)[None, :]
+        scaled = acc * scale[:, None] if GATED else acc
+        acc -= tl.dot(r, scaled, input_precision="ieee" if PRECISION == "ieee" else "tf32")
+        u = acc * scale[:, None]
+        if m + 1 < BLOCKS:
+            keys += (x,)
+            kept = u
+            if GATED:
+                if LATER:
+                    kept *= to_front[:, None]
+                    lefts += (front,)
+                else:
+                    kept *= to_back[:, None]
+                    lefts += (back,)
+            updates += (kept.to(update.dtype.element_ty),)
+        if LATER:
+            part = tl.cast(tl.program_id(2), tl.int64) * tl.num_programs(0) * T * G
+            tl.store(dbeta + part + row + t * G, tl.sum(acc * error.to(tl.float32), 1), mask=valid)
+        else:
+            tl.store(errors + row * V + place, acc.to(errors.dtype.element_ty), mask=mask)
+        tl.store(update + row * V + place, u.to(update.dtype.element_ty), mask=mask)
+        if recent is not None:
+            local = (b * count + n) * G + g
+            tl.store(recent + local * V + place, u.to(recent.dtype.element_ty), mask=mask)
+        if faded is not None:
+            if GATED:
+                if LATER:
+                    u *= _decay(tl.load(high + group), tl.load(low + group), high_n, low_n)[:, None]
+                else:
+                    u *= _decay(high_n, low_n, tl.load(high + last), tl.load(low + last))[:, None]
+            at = ((b * G + g) * tl.cdiv(count, SPAN) * SPAN + n) * COLUMNS
+            tl.store(faded + at + (t[:, None] * COLUMNS + c), u.to(faded.dtype.element_ty))
 
 
 @triton.jit
@@ -387,28 +455,36 @@ def key_gradient_pass(
 # ------------------------------------------------------------------------------------------------- backend
 
 
+class _States(NamedTuple):
+    """Holds the states between chunks, in the rows of the kernels."""
+
+    before: Tensor  # those before each chunk, [B chunks, G, rows, V]
+    size: int  # tokens of a chunk
+    init: bool  # whether the first chunk has a state
+    last: Tensor | None  # behind the last chunk, float32 [B, G, rows, V]; None unless it is returned
+
+
 def solve(
     k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> tuple[Tensor, Tensor]:
-    """Returns the errors e and the updates u, [B, T, G, V] in the dtype of v; see `delta_solve.solve`."""
+) -> tuple[Tensor, Tensor, _States | None]:
+    """Returns the errors e and the updates u, [B, T, G, V] in the dtype of v, and the states between chunks.
+
+    See `delta_solve.solve`. A row of one chunk has no states.
+    """
     chunks = _Chunks(k, v, beta, log_g, options)
     errors, update = torch.empty_like(v), torch.empty_like(v)
     rows = None if state is None else chunks.from_public(state)
-    target = chunks.new_target()
+    several = len(chunks.spans) > 1
+    if several:
+        chunks.keep_states()
     for span in chunks.spans:
-        source = v
-        if rows is not None:
-            target[:, span] = v[:, span] - chunks.past(span) * chunks.read(k[:, span], rows)
-            source = target
-        for group, blocks in chunks.groups_of(span):
-            if group:
-                tensors = {"source": source, "target": target, "update": update}
-                chunks.launch(earlier_pass, span, group, blocks, True, **tensors)
-            given = target if group else source
-            chunks.launch(solve_pass, span, group, blocks, source=given, errors=errors, update=update)
-        if span != chunks.spans[-1]:
-            rows = chunks.advanced(rows, span, k[:, span], update[:, span] * chunks.kept(span))
-    return errors, update
+        more = span != chunks.spans[-1] or (several and options.return_state)
+        recent = chunks.solve(span, rows, more, False, source=v, errors=errors, update=update)
+        if recent is not None:
+            rows = chunks.advanced(rows, span, recent, False)
+    if chunks.states is None:
+        return errors, update, None
+    return errors, update, _States(chunks.states.flatten(0, 1), chunks.size, state is not None, rows)
 
 
 def solve_gradient(
@@ -416,28 +492,26 @@ def solve_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of v and beta; see `delta_solve.solve_gradient`."""
     chunks = _Chunks(k, errors, beta, log_g, options)
-    dv, dbeta, du = torch.empty_like(errors), torch.empty_like(beta), du.contiguous()
-    target, rows = chunks.new_target(), None
+    dv, rows = torch.empty_like(errors), None
+    dbeta = torch.empty(chunks.parts, *beta.shape, device=beta.device, dtype=beta.dtype)
+    tensors = {"source": du.contiguous(), "errors": errors, "update": dv, "dbeta": dbeta}
     for span in reversed(chunks.spans):
-        source = du
-        if rows is not None:
-            target[:, span] = du[:, span] + chunks.kept(span) * chunks.read(k[:, span], rows)
-            source = target
-        for group, blocks in reversed(chunks.groups_of(span)):
-            later = (group + blocks) * BLOCK < span.stop - span.start
-            if later:
-                chunks.launch(later_pass, span, group, blocks, True, source=source, target=target, dv=dv)
-            given = target if later else source
-            chunks.launch(solve_gradient_pass, span, group, blocks, source=given, errors=errors, dv=dv, dbeta=dbeta)
-        if span != chunks.spans[0]:
-            rows = chunks.advanced(rows, span, k[:, span], dv[:, span] * -chunks.past(span))
-    return dv, dbeta
+        recent = chunks.solve(span, rows, span != chunks.spans[0], True, **tensors)
+        if recent is not None:
+            rows = chunks.advanced(rows, span, recent, True)
+    return dv, dbeta[0] if chunks.parts == 1 else dbeta.sum(0)
 
 
 def attend(
-    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, states: _States | None,
+    options: DeltaOptions,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Computes power attention without a normalizer; see `delta_solve.attend`."""
+    if states is not None:
+        call = Call(q, k, u, log_g, None, options.p, 1.0, states.size, _tf32(u.dtype))
+        out, _ = launch.output(call, states.before, None, states.init, False, 1.0, False)
+        last = states.last if options.return_state else None
+        return out, None if last is None else call.plan.rows.to_public(last)
     before = None if state is None else PowerState(state, state.new_zeros(state.shape[:3]), options.p, k.shape[3])
     out, after = power.attention(
         q, k, u, log_g, before, p=options.p, scale=1.0, normalize=False, eps=1.0, chunk_size=options.chunk_size,
@@ -497,12 +571,28 @@ class _Chunks:
         if size is None:
             size = self.time if self.time <= _ALONE or not power.has_states(self.p, k.shape[3]) else _CHUNK
         self.size = ceil_div(size, BLOCK) * BLOCK
+        if self.size < self.time:  # the output reads the states of these chunks
+            self.size = Shapes(k, k, v, None, self.p, self.size, False).chunk
         self.spans = [slice(i, min(i + self.size, self.time)) for i in range(0, self.time, self.size)]
-        self.decays = None if log_g is None else self._decays(log_g)
+        self.columns = max(16, next_power_of_2(self.value_dim))
+        self.log_g, self.sums = log_g, None if log_g is None else self._sums(log_g)
+        self.group_launch, self.solve_launch = plan.delta_launches(
+            self.key_dim, self.columns, self.dtype, k.device, self.batch * self.groups
+        )
+        # Two programs then fit on an SM.
+        self.limit = {"maxnreg": 128} if self.group_launch is plan.HOPPER_DELTA[64][0] else {}
+        self.parts = ceil_div(self.columns, self.solve_launch.step)
+        # What one group starts from, and what groups read of others.
+        span = self.solve_launch.block
+        self.target = self._new(span, dtype=torch.float32)
+        self.faded = self._new(ceil_div(min(self.size, self.time), span) * span)
+        self.keys: tuple[slice, Tensor] | None = None
+        self.made: dict[Any, Tensor] = {}
+        self.states: Tensor | None = None
         blocks = ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
         self.corrections = torch.empty(shape, device=k.device, dtype=torch.float32)
-        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 1}
+        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision} | _CORRECTIONS
         # Three products of tf32 have nearly all digits of float32, and take less time than its own on Hopper.
         exact = "tf32x3" if self._precision == "tf32" and plan.on_hopper(k.device) else "ieee"
         grid = (self.batch * blocks, self.groups)
@@ -510,83 +600,139 @@ class _Chunks:
         arguments: dict[str, Any] = numbers | constants | {"FULL": exact}
         launch_kernel(block_corrections, grid, arguments, k=self.k, beta=self.beta, out=self.corrections)
 
-    def groups_of(self, span: slice) -> list[tuple[int, int]]:
-        """Returns the groups of blocks of the chunk at `span`: the first block and the number of blocks."""
-        blocks = ceil_div(span.stop - span.start, BLOCK)
-        return [(i, min(_GROUP, blocks - i)) for i in range(0, blocks, _GROUP)]
+    def solve(
+        self, span: slice, rows: Tensor | None, more: bool, later: bool, *, source: Tensor, **tensors: Tensor
+    ) -> Tensor | None:
+        """Solves the chunk at `span` group by group, from the last one on if `later`; see `solve_pass`.
 
-    def launch(
-        self, kernel: Any, span: slice, group: int, blocks: int, parallel: bool = False, **tensors: Tensor
-    ) -> None:
-        """Launches a kernel on a group of blocks of the chunk at `span`; `parallel`: a program for every block."""
-        high, low = (None, None) if self.decays is None else self.decays
-        numbers = {"first": span.start, "T": self.time, "count": span.stop - span.start, "G": self.groups}
-        numbers |= {"group": group, "blocks": blocks}
-        own = {"k": self.k, "beta": self.beta, "high": high, "low": low, "corrections": self.corrections}
-        names = (*kernel.arg_names, "num_warps")
-        arguments = {name: x for name, x in (numbers | self._constants()).items() if name in names}
-        given = {name: x for name, x in (own | tensors).items() if name in names}
-        grid = (blocks, self.batch, self.groups) if parallel else (self.batch, self.groups)
-        launch_kernel(kernel, grid, arguments, **given)
+        Args:
+            span: of the chunk.
+            rows: the state before the chunk, or if `later` the negative of the gradient of the state behind it; None
+                for zeros.
+            more: whether `advanced` is called next.
+            later: computes the gradients.
+            source: as for `_source`.
+            **tensors: other arguments of `solve_pass`.
 
-    def new_target(self) -> Tensor:
-        """Returns memory for what the solution of a group starts from, float32 [B, T, G, V]."""
-        return torch.empty(self.batch, self.time, self.groups, self.value_dim, device=self.k.device)
+        Returns:
+            The updates of the chunk [B, C, G, V], or None unless `more`.
+        """
+        count = span.stop - span.start
+        read = None if rows is None else self._read(span, rows)
+        recent = torch.empty(self.batch, count, *source.shape[2:], device=source.device, dtype=self.dtype)
+        size, one = self.group_launch, self.solve_launch
+        width = min(one.step, self.columns)
+        groups = range(0, count, one.block)
+        numbers = {"T": self.time, "count": count, "G": self.groups}
+        constants: dict[str, Any] = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p}
+        constants |= {"SPAN": one.block, "GATED": self.sums is not None, "LATER": later, "PRECISION": self._precision}
+        # What begins at the chunk is a view, because every number of an argument makes a launcher of its own.
+        first = span.start
+        sums = None if self.sums is None else self.sums[:, :, first:]
+        own = {"k": self.k[:, first:], "source": source[:, first:], "read": read, "sums": sums, "target": self.target}
+        own["faded"] = self.faded if len(groups) > 1 else None
+        more_own: dict[str, Tensor | None] = {
+            "beta": self.beta[:, first:],
+            "corrections": self.corrections[first // BLOCK :],
+        }
+        more_own |= {"recent": recent if more else None, "dbeta": None}
+        more_own |= {name: x[..., first:, :] if name == "dbeta" else x[:, first:] for name, x in tensors.items()}
+        rows_of_program = {"ROWS": size.block, "STEP": size.step} | size.options | self.limit
+        grid = (self.batch, self.groups)
+        for group in reversed(groups) if later else groups:
+            alone = group == groups[-1 if later else 0]
+            own_numbers = {"group": group} | numbers | constants
+            if not alone:
+                launch_kernel(groups_pass, (one.block // size.block, *grid), own_numbers | rows_of_program, **own)
+            arguments = own_numbers | {"BLOCK": BLOCK, "WIDTH": width, "ALONE": alone} | one.options
+            launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own)
+        return recent if more else None
 
-    def past(self, span: slice) -> Tensor | float:
-        """Returns the decay from the start of the chunk to each token, [B, C, G, 1]."""
-        if self.decays is None:
-            return 1.0
-        return (self.decays.high[:, span] + self.decays.low[:, span]).exp2()[..., None]
+    def keep_states(self) -> None:
+        """Makes room for the states before each chunk, [B, chunks, G, rows, V], which `solve` then keeps."""
+        shape = (self.batch, len(self.spans), self.groups, self._some_call().plan.row_count, self.value_dim)
+        self.states = torch.empty(shape, device=self.k.device, dtype=self.dtype)
 
-    def kept(self, span: slice) -> Tensor | float:
-        """Returns the decay from each token to the end of the chunk, [B, C, G, 1]."""
-        if self.decays is None:
-            return 1.0
-        high, low = (x[:, span] for x in self.decays)
-        return ((high[:, -1:] - high) + (low[:, -1:] - low)).exp2()[..., None]
+    def advanced(self, rows: Tensor | None, span: slice, recent: Tensor, later: bool) -> Tensor:
+        """Returns the state behind the chunk at `span`, given that before it and the updates of the chunk.
 
-    def read(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Returns phi(x) times the state: x [B, C, G, K] -> float32 [B, C, G, V]."""
-        call = self._call(x, x.new_zeros(*x.shape[:3], self.value_dim, dtype=self.dtype))
-        out, _ = launch.output(call, rows.to(self.dtype), self._no_z(call), True, False, 1.0, True)
-        return out
-
-    def advanced(self, rows: Tensor | None, span: slice, x: Tensor, y: Tensor) -> Tensor:
-        """Returns the state after the decay of a chunk, plus phi(x)^T y for x [B, C, G, K] and y [B, C, G, V]."""
-        call = self._call(x, y.to(self.dtype))
-        if rows is not None and self.decays is not None:
-            rows = rows * self.past(span)[:, -1, :, :, None]  # type: ignore[index]
+        If `later`, it returns the negative of the gradient of the state before the chunk, given that of the state
+        behind it, and the gradients of the values.
+        """
+        keys = self._keys(span)
+        gate = None if self.log_g is None else self.log_g[:, span]
+        call = Call(keys, keys, recent, gate, None, self.p, 1.0, keys.shape[1], self._tf32)
         ends = launch.new_ends(call, False)
-        launch.states(call, rows, None if rows is None else self._no_z(call), ends, False)
+        shape = (self.groups, call.plan.layout.tokens)
+        # Without a normalizer, the factors of outputs are 1, and its own gradients are 0.
+        gradient = (recent, self._filled(1, *shape), self._filled(0, *shape)) if later else None
+        launch.states(call, rows, None if rows is None else self._no_z(call), ends, False, gradient)
         return ends[0]
+
+    def _read(self, span: slice, rows: Tensor) -> Tensor:
+        """Returns phi(k) times the state for the chunk at `span`, float32 [B, C, G, V]."""
+        keys = self._keys(span)
+        batch, time, heads, _ = keys.shape
+        # The pass adds the outputs of values within the chunk, which are zeros here. As if a gate left no earlier
+        # tiles of keys, it reads only those of a query's own tile.
+        values = self._filled(0, self.value_dim, dtype=self.dtype).expand(batch, time, heads, -1)
+        gate = Gate(rows.new_empty(0), self._tiles(time), None)
+        call = Call(keys, keys, values, None, None, self.p, 1.0, time, self._tf32, gate=gate)
+        if self.states is None:
+            before = rows.to(self.dtype)
+        else:
+            before = self.states[:, span.start // self.size].copy_(rows).contiguous()
+        out, _ = launch.output(call, before, None, True, False, 1.0, True)
+        return out
 
     def from_public(self, state: Tensor) -> Tensor:
         """Returns a public state in the rows of the kernels, float32 [B, G, rows, V]."""
-        some = self.given[:, :1]
-        call = self._call(some, some.new_zeros(*some.shape[:3], self.value_dim, dtype=self.dtype))
-        return power.from_public(call.plan.rows, state, None)[0].float()
+        return power.from_public(self._some_call().plan.rows, state, None)[0].float()
 
-    def _call(self, x: Tensor, y: Tensor) -> Call:
-        return Call(x.contiguous(), x.contiguous(), y.contiguous(), None, None, self.p, 1.0, x.shape[1], self._tf32)
+    def _keys(self, span: slice) -> Tensor:
+        """Returns the keys of the chunk at `span`, [B, C, G, K]. They are copied once."""
+        if self.keys is None or self.keys[0] != span:
+            self.keys = span, self.given[:, span].contiguous()
+        return self.keys[1]
+
+    def _some_call(self) -> Call:
+        """Returns a call of one token, whose plan has the rows of all chunks."""
+        x = self.given[:, :1]
+        y = self._filled(0, *x.shape[:3], self.value_dim, dtype=self.dtype)
+        return Call(x, x, y, None, None, self.p, 1.0, 1, self._tf32)
 
     def _no_z(self, call: Call) -> Tensor | None:
         shape = call.plan.end_shapes(False)[1]
-        return torch.zeros(shape, device=self.k.device, dtype=torch.float32) if shape[0] else None
+        return self._filled(0, *shape) if shape[0] else None
 
-    def _decays(self, log_g: Tensor) -> Decays:
-        steps = log_g.transpose(1, 2).double().mul(_LOG2_E).clamp(min=-_VANISHES)
-        padded = torch.nn.functional.pad(steps, (0, -self.time % self.size)).unflatten(2, (-1, self.size))
-        sums = padded.cumsum(3).flatten(2)[:, :, : self.time]  # along memory, which is faster
-        high = sums.float()
-        return Decays(*(x.transpose(1, 2).contiguous() for x in (high, (sums - high).float())))
+    def _filled(self, number: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns a tensor of one number, which is made once."""
+        key = (number, shape, dtype)
+        if key not in self.made:
+            self.made[key] = torch.full(shape, float(number), device=self.k.device, dtype=dtype)
+        return self.made[key]
 
-    def _constants(self) -> dict:
-        columns = max(16, next_power_of_2(self.value_dim))
-        constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": columns, "P": self.p, "BLOCK": BLOCK}
-        gated = {"GATED": self.decays is not None, "PRECISION": self._precision}
-        wide = max(self.key_dim, columns) > 64
-        return constants | gated | {"num_warps": 8 if wide else 4}
+    def _tiles(self, time: int) -> Tensor:
+        """Returns for each tile of a chunk its first token, see `gate.gate_sums`. They are made once."""
+        if time not in self.made:
+            first = torch.arange(0, time, REACH_TILE.value, device=self.k.device, dtype=torch.int32)
+            self.made[time] = first.repeat(self.groups * self.batch)
+        return self.made[time]
+
+    def _new(self, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+        shape = (self.batch, self.groups, tokens, self.columns)
+        return torch.empty(shape, device=self.k.device, dtype=dtype or self.dtype)
+
+    def _sums(self, log_g: Tensor) -> Tensor:
+        """Returns log2 of the decay from the start of the chunk to each token as two numbers, [2, G, B T]."""
+        sums = torch.empty(2, self.groups, self.batch * self.time, device=log_g.device, dtype=torch.float32)
+        block = min(SUM_BLOCK, max(REACH_TILE.value, next_power_of_2(self.size)))
+        numbers = {"T": self.time, "tokens": self.batch * self.time, "G": self.groups, "CHUNK": self.size, "most": 0.0}
+        options = {"BLOCK": block, "TILED": False, "PACKED": False, "OVERLAP": False}
+        nothing = dict.fromkeys(("begins", "ends", "starts", "chunks"))
+        grid = (self.batch * len(self.spans), self.groups)
+        launch_kernel(gate_sums, grid, numbers | options, log_g=log_g.contiguous(), sums=sums, **nothing)
+        return sums
 
     @property
     def _tf32(self) -> bool:

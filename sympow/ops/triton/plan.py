@@ -90,6 +90,34 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
     )
 
 
+# Of the delta rule, by the wider of K and V: the passes that connect groups of tokens, and those that solve a group. Of
+# these, a block is a group, and a step the channels of a program. Products of float32 take much code, so its groups are
+# smaller.
+HOPPER_DELTA = {
+    64: (Launch(128, 64, 8, 3), Launch(256, 32, 4, 1)),
+    128: (Launch(128, 64, 8, 2), Launch(256, 32, 4, 1)),
+}
+DELTA = {
+    (torch.bfloat16, 64): (Launch(64, 64, 4, 2), Launch(256, 32, 4, 1)),
+    (torch.bfloat16, 128): (Launch(64, 64, 8, 2), Launch(256, 32, 4, 1)),
+    (torch.float32, 64): (Launch(32, 64, 4, 2), Launch(128, 32, 8, 1)),
+    (torch.float32, 128): (Launch(32, 32, 4, 2), Launch(64, 32, 8, 1)),
+}
+
+
+def delta_launches(
+    key_dim: int, columns: int, dtype: torch.dtype, device: torch.device, heads: int
+) -> tuple[Launch, Launch]:
+    """Returns the launches of both kinds of passes, for padded head dims and the key/value heads of all rows."""
+    wide = 64 if max(key_dim, columns) <= 64 else 128
+    if dtype != torch.bfloat16 or not on_hopper(device):
+        return DELTA[dtype, wide]
+    groups, solution = HOPPER_DELTA[wide]
+    if 2 * heads < processors(device):  # smaller tiles for more programs
+        groups = replace(groups, block=64, warps=4)
+    return groups, solution
+
+
 # For p = 2 in bfloat16 on Hopper with K = V, by K. Where they fit, two programs of 4 warps run on an SM, so that one
 # computes while the other waits. Where every block of tokens would then read too much of a state again, one program of
 # 8 warps runs. With 4 gradient parts, a tile of the query and the key pass has K rows.

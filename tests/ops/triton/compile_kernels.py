@@ -5,6 +5,7 @@ limit on spilled registers holds for each; for an AMD GPU one launch of each ker
 {kernel, key_dim, tiles, stack, registers, code}: TILES, if the kernel has such; of a thread, the bytes of local memory
 that it spills to and its registers, null where the toolchain does not tell; and 12 hex digits of its machine code
 without names, so that a comparison of two records shows whether a move of files or names changed any instruction.
+Raises RuntimeError if code for NVIDIA reads the stack pointer as a number.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ from sympow.ops.triton.delta import delta_rule
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
          torch.int64: "*i64"}  # fmt: skip
+
+
+# ptxas of CUDA 12.8 reads the stack pointer where it has lost a value, for example the address of an operand in shared
+# memory. Right code loads the pointer, moves it, and addresses memory by it.
+STACK_POINTER = re.compile(r"\bR1\b")
+OF_THE_STACK = re.compile(r"LDC R1,|R1, R1,|\[R1\b")
 
 
 @contextmanager
@@ -98,15 +105,17 @@ def launches_of_one_token(key_dim: int, p: int) -> list[tuple]:
 
 
 def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
-    """Of the delta rule, forward and backward, gated, of rows of two chunks."""
+    """Of the delta rule, forward and backward, with a gate and without, of rows of two chunks."""
     plan.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
         q, k, v = (torch.empty(1, 1024, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        beta, log_g = (torch.empty(1, 1024, 2, requires_grad=True) for _ in range(2))
-        out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, 512, False))
-        out.backward(torch.empty_like(out))
-    return [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
+        beta, gates = (torch.empty(1, 1024, 2, requires_grad=True) for _ in range(2))
+        for log_g in (gates, None):
+            out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, 512, False))
+            out.backward(torch.empty_like(out))
+    own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
+    return own + [launch for launch in recorded if launch[1].get("reach") is not None]  # the reads of states
 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
@@ -205,6 +214,10 @@ def resources(compiled) -> dict[str, int | str | None]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, code = (dumped(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
+    for line in code.splitlines():
+        if STACK_POINTER.search(line) and not OF_THE_STACK.search(line):
+            name = compiled.metadata.name
+            raise RuntimeError(f"expected {name} to use R1 as the stack pointer, got the instruction {line.strip()}")
     sizes = {"stack": r"STACK:(\d+)", "registers": r"REG:(\d+)"}
     found = {name: int(re.search(pattern, usage)[1]) for name, pattern in sizes.items()}
     return found | {"code": digits(compiled, code)}

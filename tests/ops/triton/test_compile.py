@@ -7,7 +7,7 @@ import pytest
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 compile_record = pytest.importorskip("tests.ops.triton.compile_record", reason="needs triton")
 # Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops, the
-# most of the delta rule's `block_corrections` for K = 128.
+# most of the delta rule's `block_corrections` and `solve_pass` for K = 128.
 MOST_SPILLED = 192
 
 
