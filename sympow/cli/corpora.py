@@ -178,7 +178,7 @@ def run_doc_corpus(options: argparse.Namespace) -> None:
 def run_needle_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow needle-corpus`."""
     from sympow.data import load_tokenizer
-    from sympow.evaluation.needle_corpus import build_needle_corpus
+    from sympow.recall.needle_corpus import build_needle_corpus
 
     made = build_needle_corpus(
         options.out,

@@ -9,9 +9,10 @@ import zarr
 
 from sympow.cli import main
 from sympow.data import Batches, BPETokenizer, DataConfig, build_corpus, open_corpus
-from sympow.evaluation import needle_corpus, needles, passkey
-from sympow.evaluation.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row
+from sympow.evaluation import needles, passkey
 from sympow.evaluation.needles import Prose
+from sympow.recall import needle_corpus
+from sympow.recall.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row
 
 WORDS = "the of a road hill ship stone mud light wind house grass night morning field path roof bread voice".split()
 DRAW = np.random.default_rng(0)
