@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from sympow.models import LanguageModel
 
 _CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
-attention or by window attention; docs/guides/conversion.md lists the models. A pattern of power, window and softmax
-gives the kind of each layer; softmax keeps the layer as it is. All other weights are kept. The result is a run's folder
-with the model's tokenizer, for `sympow distill`, generate, read, evaluate and export."""
+attention or by window attention; docs/guides/conversion.md lists the models. A pattern of power, window, softmax and
+gated gives the kind of each layer; softmax keeps the layer as it is, and gated gives it a gate and takes its rotation.
+All other weights are kept. The result is a run's folder with the model's tokenizer, for `sympow distill`, generate,
+read, evaluate and export."""
 
 _DISTILL = """Trains a converted model in three stages. The first stage trains every layer's attention on that of the
 teacher, the second the predictions on those of the teacher, the third the model on text. key=value sets a field of the
