@@ -411,3 +411,33 @@ def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch
         monkeypatch.setattr("sympow.training.step.usual_precision", lambda device, processor=processor: processor)
         assert command("out") == precision
         assert command("named", "training.precision=float32") == "float32"
+
+
+def test_a_second_phase_begins_with_the_student_of_the_first(folders, tmp_path, monkeypatch):
+    """On longer rows of two sources, with the teacher in pieces, and at last on the text alone."""
+    monkeypatch.setattr("sympow.training.optimizer.LEAST_SIDE", 8)
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    words = ["--teacher", f"{folders}/teacher", "--quiet"]
+    fields = ["data.kind=text", f"data.path={folders}/text", "data.held_out=0.5", "data.pack=false",
+              "training.batch_size=2", "training.steps=3", "training.warmup_steps=1", "training.evaluation_batches=1",
+              "training.device=cpu", "training.optimizer=muon", "distillation.window_dropout=0.5"]  # fmt: skip
+    more = ["training.context=16", "distillation.layer_steps=1", "distillation.text_steps=1"]
+    assert main(["distill", f"{folders}/student", "--out", str(first), *words, *fields, *more]) == 0
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(f"the kernel {name} of a kernel\n" * 99)
+    both = ["data.path=none", f"data.paths={tmp_path}/a,{tmp_path}/b", "data.weights=3,1",
+            f"data.held_out_path={folders}/text"]  # fmt: skip
+    fields = [field for field in fields if not field.startswith(("data.path", "data.held_out"))]
+    more = ["training.context=64", "distillation.layer_steps=0", "distillation.text_steps=0",
+            "distillation.teacher_context=16"]  # fmt: skip
+    command = ["distill", str(first), "--out", str(second), *words, *fields, *both, *more]
+    assert main(command) == 0
+    assert [row["stage"] for row in read_metrics(second)] == [2]
+    begun = load_checkpoint(list_checkpoints(first)[-1]).model["embedding.weight"]
+    ended = load_checkpoint(list_checkpoints(second)[-1]).model["embedding.weight"]
+    assert 0 < (begun - ended).abs().max() < 0.02  # three steps from where the first phase ended
+    more = ["training.context=64", "distillation.layer_steps=0", "distillation.text_steps=3"]
+    assert main(["distill", str(second), "--out", str(third), *words, *fields, *both, *more]) == 0
+    rows = read_metrics(third)
+    assert [row["stage"] for row in rows] == [3] and "gap" in rows[-1]
