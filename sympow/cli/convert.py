@@ -44,7 +44,7 @@ def add(command: AddCommand) -> None:
     convert.add_argument("--window", metavar="N", type=positive, default=1024,
                          help="Give new layers of window attention N tokens (default: 1024).")  # fmt: skip
     convert.add_argument("--keep", metavar="N",
-                         help="Keep softmax attention in N layers, those whose replacement alone changes the predictions "
+                         help="Keep softmax attention in N layers, those whose replacement alone changes predictions "
                               "most; gated*N gives them a gate and no rotation.")  # fmt: skip
     convert.add_argument("--by", metavar="TEXTS", type=path,
                          help="Compare predictions on the texts in this file or folder, for --keep.")  # fmt: skip
@@ -150,7 +150,8 @@ def convert_model(
         keep: as for `parse_kept`; None: the pattern gives all layers.
         by: the texts by which the layers to keep are chosen, as for `rows_of`.
 
-    A line on stdout tells which layers were chosen. A line on stderr says if the model's tokenizer does not keep texts as they are.
+    A line on stdout tells which layers were chosen. A line on stderr says if the model's tokenizer does not keep texts
+    as they are.
 
     Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
     tokenizer.
@@ -171,8 +172,9 @@ def convert_model(
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
     model = pretrained.model
     if kept and by is not None:
-        rows, device, layers = rows_of(by, BPETokenizer(pretrained.tokenizer)), resolve_device("auto"), model.config.n_layers
+        rows, device = rows_of(by, BPETokenizer(pretrained.tokenizer)), resolve_device("auto")
         model.to(device)
+        layers = model.config.n_layers
         found = []
         with Progress("choosing layers", "layer", total=layers) as progress:
             for divergence in layer_divergences(model, kinds, rows.to(device), p=p, window=window):

@@ -64,9 +64,9 @@ def layer_divergences(
 
 
 def rows_of(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tensor:
-    """Returns the first `ROW_TOKENS` tokens of up to `ROWS` documents, int64 [B, ROW_TOKENS]; shorter ones are left out.
+    """Returns the first `ROW_TOKENS` tokens of up to `ROWS` documents, int64 [B, ROW_TOKENS].
 
-    Raises the errors of `find_texts`, and ValueError if every document is shorter.
+    Shorter documents are left out. Raises the errors of `find_texts`, and ValueError if every document is shorter.
     """
     rows: list[Tensor] = []
     for document in find_texts(path).documents:

@@ -85,8 +85,9 @@ class Distillation:
             return model.loss_sum(tokens, targets, cu_seqlens=borders)
         piece = self._config.teacher_context
         if stage == 2:
-            options = {"cu_seqlens": borders, "teacher_context": piece or None}
-            return model.divergence_sum(tokens, targets, self._teacher, **options)
+            return model.divergence_sum(
+                tokens, targets, self._teacher, cu_seqlens=borders, teacher_context=piece or None
+            )
         if piece:
             tokens, targets = tokens.reshape(-1, piece), targets.reshape(-1, piece)
         return model.mixing_error_sum(tokens, targets, self._teacher, cu_seqlens=borders)
@@ -172,6 +173,5 @@ def _open_lesson(run: RunConfig, config: DistillationConfig, device: torch.devic
     teacher, tokenizer = _teacher_and_tokenizer(config.teacher)
     if own is not None and tokenizer is not None and list(own.token_bytes) != list(tokenizer.token_bytes):
         raise ValueError(f"{config.teacher} and {config.start} differ in their tokenizers; a teacher needs the same")
-    settings = run.training
-    options = {"seed": settings.seed, "compile": run.execution.compile}
-    return Lesson(start, Distillation(config, settings.steps, teacher, device, **options))
+    steps, seed, compile = run.training.steps, run.training.seed, run.execution.compile
+    return Lesson(start, Distillation(config, steps, teacher, device, seed=seed, compile=compile))

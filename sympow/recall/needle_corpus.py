@@ -80,10 +80,10 @@ _NOUNS = (
     "mitten moose moss moth muffin mushroom napkin nectar nest nutmeg oak oar oasis olive onion otter owl oyster panda "
     "panther parcel parsley peach peacock pearl pebble pelican penguin piano pigeon pine plum pony poppy porch potato "
     "pretzel puzzle quilt raccoon radish raven reed rooster rope ruby saffron sandal scarf seal shell shovel sieve "
-    "spoon squirrel stool stove swan tambourine teapot thimble thistle toast tomato torch trumpet tulip turnip umbrella "
-    "vase wagon walrus wheat wheel zipper"
+    "spoon squirrel stool stove swan tambourine teapot thimble thistle toast tomato torch trumpet tulip turnip "
+    "umbrella vase wagon walrus wheat wheel zipper"
 )
-_COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purple red scarlet teal white".split()
+_COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purple red scarlet teal white"
 WORDS = tuple(_NOUNS.split())
 _VERSION = "needles-1"  # of the rules in this file; change it if they make other rows
 
@@ -133,9 +133,7 @@ def build_needle_corpus(
         prose = Texts(texts, "file", (), "text", progress, remark or (lambda line: None))
         return _Rows(prose, tokenizer, rows, row_tokens, seed, progress)
 
-    return write_corpus(
-        out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer
-    )
+    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
 
 
 def needle_row(prose: Prose, tokenizer: Tokenizer, row_tokens: int, rng: np.random.Generator) -> np.ndarray:
@@ -150,7 +148,7 @@ def needle_row(prose: Prose, tokenizer: Tokenizer, row_tokens: int, rng: np.rand
     room = row_tokens // 2 - len(start)
     nouns = [WORDS[i] for i in rng.permutation(len(WORDS))]
     half = len(nouns) // 2
-    phrases = [*nouns[:half], *(f"{color} {noun}" for color in _COLORS for noun in nouns[:half])]
+    phrases = [*nouns[:half], *(f"{color} {noun}" for color in _COLORS.split() for noun in nouns[:half])]
     keys = [phrases[i] for i in rng.permutation(len(phrases))]
     for number in range(max(1, row_tokens // EVERY)):
         if len(keys) < KEYS[1]:

@@ -14,9 +14,10 @@ from sympow.evaluation.needles import Prose
 from sympow.recall import needle_corpus
 from sympow.recall.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row
 
-WORDS = "the of a road hill ship stone mud light wind house grass night morning field path roof bread voice".split()
+WORDS = "the of a road hill ship stone mud light wind house grass night morning field path roof bread voice"
 DRAW = np.random.default_rng(0)
-PROSE = [" ".join([*DRAW.choice(WORDS, 9), "end. "]) for _ in range(400)]
+PROSE = [" ".join([*DRAW.choice(WORDS.split(), 9), "end. "]) for _ in range(400)]
+TEXT = "".join(PROSE)
 SENTENCES = [sentence for form in FACTS for sentence in form] + [
     f"{first} {further} {question}" for first, further, question in needle_corpus.CHAINS
 ]
@@ -37,7 +38,7 @@ def pattern(text: str) -> re.Pattern:
     return re.compile(found)
 
 
-def row(seed=0, tokens=4096, text="".join(PROSE)):
+def row(seed=0, tokens=4096, text=TEXT):
     made = needle_row(Prose(BPE, text), BPE, tokens, np.random.default_rng(seed))
     assert made.shape == (tokens,) and made.dtype == np.int64
     return BPE.decode(made.tolist())
@@ -181,7 +182,8 @@ def test_the_command(sources, tmp_path, capsys):
     for _ in range(2):
         assert main(made) == 0
         out = capsys.readouterr().out.splitlines()
-        assert out == [f"{tmp_path}/n/train.zarr: 3 rows of 512 tokens", f"{tmp_path}/n/heldout.zarr: 1 rows of 512 tokens"]
+        counts = {"train": 3, "heldout": 1}
+        assert out == [f"{tmp_path}/n/{split}.zarr: {rows} rows of 512 tokens" for split, rows in counts.items()]
     (tmp_path / "empty.txt").write_text(" ")
     for more, line in (
         (["--out", f"{tmp_path}/short", "--row-tokens", "40"], "expected rows of at least"),
