@@ -55,6 +55,7 @@ SMALLER = {
     "sympow kernel-corpus --row-tokens": "--source linux --vocab-size 300 --row-tokens 64",
     "sympow doc-corpus": "--source debs --vocab-size 300",
     "sympow doc-corpus --tokenizer": "--source debs",
+    "sympow needle-corpus": "--rows 2 --row-tokens 512",
     "python -m benchmarks.context_files": "--read 32 --predicted 4 --rows 1",
     "python -m benchmarks.subset": "--rows 2",
     "python -m benchmarks.conversion measure": "--context 32 --rows 2 --passkey 150 --positions 48 --position-rows 2",

@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sympow.cli.options import RUN, AddCommand, add_trust_code, path, positive
+from sympow.cli.options import RUN, AddCommand, Refuse, add_trust_code, path, positive
 
 if TYPE_CHECKING:
     from sympow.models import LanguageModel
 
 _CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
-attention or by window attention; docs/guides/conversion.md lists the models. A pattern of power, window and softmax
-gives the kind of each layer; softmax keeps the layer as it is. All other weights are kept. The result is a run's folder
-with the model's tokenizer, for `sympow distill`, generate, read, evaluate and export."""
+attention or by window attention; docs/guides/conversion.md lists the models. A pattern of power, window, softmax and
+gated gives the kind of each layer; softmax keeps the layer as it is, and gated gives it a gate and takes its rotation.
+All other weights are kept. The result is a run's folder with the model's tokenizer, for `sympow distill`, generate,
+read, evaluate and export."""
 
 _DISTILL = """Trains a converted model in three stages. The first stage trains every layer's attention on that of the
 teacher, the second the predictions on those of the teacher, the third the model on text. key=value sets a field of the
@@ -42,7 +43,12 @@ def add(command: AddCommand) -> None:
                          help="Give new layers of power attention this power (default: 2).")  # fmt: skip
     convert.add_argument("--window", metavar="N", type=positive, default=1024,
                          help="Give new layers of window attention N tokens (default: 1024).")  # fmt: skip
-    convert.set_defaults(execute=run_convert)
+    convert.add_argument("--keep", metavar="N",
+                         help="Keep softmax attention in N layers, those whose replacement alone changes predictions "
+                              "most; gated*N gives them a gate and no rotation.")  # fmt: skip
+    convert.add_argument("--by", metavar="TEXTS", type=path,
+                         help="Compare predictions on the texts in this file or folder, for --keep.")  # fmt: skip
+    convert.set_defaults(execute=run_convert, check=_check_choice)
 
     distill = command("distill", "Train a converted model on its teacher, or continue.", _DISTILL)
     distill.add_argument("run", metavar="DIR", type=path, help="Train the model in this folder of `sympow convert`.")
@@ -68,10 +74,21 @@ def add(command: AddCommand) -> None:
     export.set_defaults(execute=run_export)
 
 
+def _check_choice(options: argparse.Namespace, refuse: Refuse) -> None:
+    if (options.keep is None) != (options.by is None):
+        refuse("--keep and --by go together: by which texts, and how many layers")
+
+
 def run_convert(options: argparse.Namespace) -> None:
     """Runs `sympow convert`."""
     folder, model = convert_model(
-        options.model, options.out, pattern=options.pattern, p=options.p, window=options.window
+        options.model,
+        options.out,
+        pattern=options.pattern,
+        p=options.p,
+        window=options.window,
+        keep=options.keep,
+        by=options.by,
     )
     kinds = [model.config.mixer(layer).name for layer in range(model.config.n_layers)]
     layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
@@ -113,7 +130,14 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def convert_model(
-    source: str, out: str | os.PathLike[str], *, pattern: str, p: int, window: int
+    source: str,
+    out: str | os.PathLike[str],
+    *,
+    pattern: str,
+    p: int,
+    window: int,
+    keep: str | None = None,
+    by: str | None = None,
 ) -> tuple[Path, LanguageModel]:
     """Reads a pretrained model, swaps its mixers and writes the result as a run folder of 0 steps.
 
@@ -123,24 +147,44 @@ def convert_model(
         pattern: as for `parse_pattern` and `swap_mixers`.
         p: as for `parse_pattern` and `swap_mixers`.
         window: as for `parse_pattern` and `swap_mixers`.
+        keep: as for `parse_kept`; None: the pattern gives all layers.
+        by: the texts by which the layers to keep are chosen, as for `rows_of`.
 
-    A line on stderr says if the model's tokenizer does not keep texts as they are.
+    A line on stdout tells which layers were chosen. A line on stderr says if the model's tokenizer does not keep texts
+    as they are.
 
     Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
     tokenizer.
     """
     from sympow.conversion import parse_pattern, swap_mixers
+    from sympow.conversion.choice import choose_layers, layer_divergences, parse_kept, rows_of
     from sympow.conversion.swap import keeps_layers
     from sympow.data import BPETokenizer, DataConfig
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
+    from sympow.progress import Progress
     from sympow.training import RunConfig, TrainingConfig
     from sympow.training.run_folder import new_folder, write_run_folder
+    from sympow.training.step import resolve_device
 
-    kinds, folder = parse_pattern(pattern), new_folder(out)
+    kinds, kept, folder = parse_pattern(pattern), parse_kept(keep) if keep else (), new_folder(out)
     pretrained = load_pretrained(source)
     if pretrained.tokenizer is None:
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
     model = pretrained.model
+    if kept and by is not None:
+        rows, device = rows_of(by, BPETokenizer(pretrained.tokenizer)), resolve_device("auto")
+        model.to(device)
+        layers = model.config.n_layers
+        found = []
+        with Progress("choosing layers", "layer", total=layers) as progress:
+            for divergence in layer_divergences(model, kinds, rows.to(device), p=p, window=window):
+                found.append(divergence)
+                progress.advance()
+        model.to("cpu")
+        chosen = choose_layers(found, len(kept))
+        kinds = tuple(kept[0] if layer in chosen else kinds[layer % len(kinds)] for layer in range(layers))
+        told = ", ".join(f"{layer} ({found[layer]:.4f})" for layer in chosen)
+        print(f"layers of {kept[0]}, with the divergence that the replacement of each alone gives: {told}")
     if not keeps_layers(model.config, kinds, p):  # a copy of a large model would not fit in memory
         model = swap_mixers(model, kinds, p=p, window=window)
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)

@@ -1,4 +1,4 @@
-"""Makes corpora of long documents: `sympow corpus`, `kernel-corpus` and `doc-corpus`."""
+"""Makes corpora of long documents: `sympow corpus`, `kernel-corpus`, `doc-corpus` and `needle-corpus`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sympow.cli.options import AddCommand, path, positive
+from sympow.cli.options import AddCommand, natural, path, positive
 
 _CORPUS = """Makes a corpus of texts of your own in the layout of LongCrawl64. A document is a file, a folder, or a row
 of a JSON lines, Parquet or Arrow file. Files may be compressed (.gz, .zst). Documents are cut into rows, and 5% of them
@@ -26,6 +26,11 @@ _DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64.
 cut into rows; whole packages are held out. The source is documentation packages of Debian, which
 apt-get fetches, or the folder of --source. The same command continues interrupted work, and does not change a finished
 corpus."""
+
+_NEEDLE_CORPUS = """Makes a corpus that trains recall, in the layout of LongCrawl64. A row is prose with statements,
+such as the number of a key, and later in the row a question with its answer, at all distances. The tasks are those of
+`sympow needles` and `sympow passkey`, with other keys, words and numbers. The same command continues interrupted work,
+and does not change a finished corpus."""
 
 
 def add(command: AddCommand) -> None:
@@ -88,6 +93,21 @@ def add(command: AddCommand) -> None:
     docs.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
     docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     docs.set_defaults(execute=run_doc_corpus)
+
+    needles = command("needle-corpus", "Make a corpus that trains recall.", _NEEDLE_CORPUS)
+    needles.add_argument("texts", metavar="TEXTS", type=path, help="Take the prose from this file or folder.")
+    needles.add_argument("--tokenizer", metavar="FOLDER", type=path, required=True,
+                         help="Use this tokenizer.json, or that in this folder, such as a teacher's.")  # fmt: skip
+    needles.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
+    needles.add_argument("--rows", metavar="N", type=positive, default=1000,
+                         help="Make N rows for training, and a twentieth as many that are held out "
+                              "(default: 1000).")  # fmt: skip
+    needles.add_argument("--row-tokens", metavar="N", type=positive, default=16_384,
+                         help="Make rows of N tokens, as many as the training's context (default: 16384).")  # fmt: skip
+    needles.add_argument("--seed", metavar="N", type=natural, default=0,
+                         help="Draw statements and places from this seed (default: 0).")  # fmt: skip
+    needles.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    needles.set_defaults(execute=run_needle_corpus)
 
 
 def run_corpus(options: argparse.Namespace) -> None:
@@ -153,6 +173,25 @@ def run_doc_corpus(options: argparse.Namespace) -> None:
         progress=not options.quiet,
     )
     _tell_corpus(made, options)
+
+
+def run_needle_corpus(options: argparse.Namespace) -> None:
+    """Runs `sympow needle-corpus`."""
+    from sympow.data import load_tokenizer
+    from sympow.recall.needle_corpus import build_needle_corpus
+
+    made = build_needle_corpus(
+        options.out,
+        options.texts,
+        load_tokenizer(options.tokenizer),
+        rows=options.rows,
+        row_tokens=options.row_tokens,
+        seed=options.seed,
+        progress=not options.quiet,
+        remark=lambda line: print(line, file=sys.stderr),
+    )
+    for split in ("train", "heldout"):
+        print(f"{Path(options.out) / split}.zarr: {made[split]['rows']:,} rows of {made['row_tokens']:,} tokens")
 
 
 def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from sympow.cli.options import DEVICE, DTYPES, RUN, SCORED, WEIGHTS, AddCommand, add_trust_code, natural, path, positive
+from sympow.cli.options import (
+    DEVICE,
+    DTYPES,
+    RUN,
+    SCORED,
+    WEIGHTS,
+    AddCommand,
+    add_trust_code,
+    natural,
+    path,
+    positive,
+    tell,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from sympow.evaluation import Curve
-    from sympow.evaluation.needles import Tokenizer
-    from sympow.evaluation.passkey import Continue
+    from sympow.evaluation.needles import NeedleRow, Tokenizer
+    from sympow.evaluation.passkey import Continue, PasskeyRow
     from sympow.training import Run
+
+Row = TypeVar("Row")
 
 _EVALUATE = """Measures the mean loss at each position of the context, over sequences from the held-out documents.
 Positions are put into bins whose widths double. The result shows how much a model gains from context, also from longer
@@ -244,7 +259,7 @@ def run_recall_probe(options: argparse.Namespace) -> None:
     print(probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler))
 
 
-def run_passkey(options: argparse.Namespace) -> None:
+def run_passkey(options: argparse.Namespace) -> int | None:
     """Runs `sympow passkey`."""
     from sympow.cli.result_files import check_image, check_writable
     from sympow.evaluation.passkey import passkey_recall, plot_passkeys, write_passkeys
@@ -252,18 +267,22 @@ def run_passkey(options: argparse.Namespace) -> None:
     check_writable(options.csv)
     check_image(options.plot)
     texts = {"texts": options.texts, "seed": options.seed, "quiet": options.quiet}
-    rows = []
-    for label, generates, tokenizer in _generating(options, "passkeys"):
-        rows += passkey_recall(label, generates, tokenizer, options.context, **texts)
-    for row in rows:
-        print(f"{row.model}: {row.context:,} tokens, depth {row.depth:.0%}: {row.accuracy:.0%} of {row.texts} numbers")
-    if options.csv:
-        write_passkeys(options.csv, rows)
+
+    def said(row: PasskeyRow) -> str:
+        where = f"{row.context:,} tokens, depth {row.depth:.0%}"
+        return f"{row.model}: {where}: {row.accuracy:.0%} of {row.texts} numbers"
+
+    found = (
+        passkey_recall(label, generates, tokenizer, options.context, **texts)
+        for label, generates, tokenizer in _generating(options, "passkeys")
+    )
+    rows, code = _told(chain.from_iterable(found), said, options.csv, write_passkeys)
     if options.plot:
         plot_passkeys(rows, options.plot)
+    return code
 
 
-def run_needles(options: argparse.Namespace) -> None:
+def run_needles(options: argparse.Namespace) -> int | None:
     """Runs `sympow needles`."""
     from sympow.cli.result_files import check_writable
     from sympow.evaluation.needles import needle_recall, write_needles
@@ -276,14 +295,47 @@ def run_needles(options: argparse.Namespace) -> None:
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
     made |= {"tasks": options.task, "text": text}
-    rows = []
-    for label, generates, tokenizer in _generating(options, "statements"):
-        rows += needle_recall(label, generates, tokenizer, options.context, **made)
-    for row in rows:
+
+    def said(row: NeedleRow) -> str:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}, {row.distance:,.0f} tokens before the answer"
-        print(f"{row.model}: {row.task} of {row.values}, {where}: {row.accuracy:.0%} of {row.texts} texts")
-    if options.csv:
-        write_needles(options.csv, rows)
+        return f"{row.model}: {row.task} of {row.values}, {where}: {row.accuracy:.0%} of {row.texts} texts"
+
+    found = (
+        needle_recall(label, generates, tokenizer, options.context, **made)
+        for label, generates, tokenizer in _generating(options, "statements")
+    )
+    return _told(chain.from_iterable(found), said, options.csv, write_needles)[1]
+
+
+def _told(
+    rows: Iterable[Row], said: Callable[[Row], str], file: str | None, write: Callable[[str, Iterable[Row]], None]
+) -> tuple[list[Row], int | None]:
+    """Prints a line for each row, and writes the row into the file, when it is measured.
+
+    After Ctrl-C or SIGTERM the row that is being measured is the last one. Returns the rows, and the exit code.
+    """
+    from sympow.training.interrupt import StopRequest
+
+    kept: list[Row] = []
+    with StopRequest(doing="stopping after this row") as stop:
+
+        def told() -> Iterator[Row]:
+            for row in rows:
+                kept.append(row)
+                print(said(row), flush=True)
+                yield row
+                if stop.signal:
+                    return
+
+        if file:
+            write(file, told())
+        else:
+            for _ in told():
+                pass
+    if stop.signal is None:
+        return kept, None
+    tell(f"stopped by {stop.signal.name} after {len(kept)} rows{f', which are in {file}' if file else ''}")
+    return kept, 128 + stop.signal
 
 
 def _generating(options: argparse.Namespace, texts: str) -> Iterator[tuple[str, Continue, Tokenizer]]:

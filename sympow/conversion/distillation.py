@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sympow.data import BPETokenizer, Tokenizer
+from sympow.layers.window import WindowMixer
 from sympow.models import LanguageModel
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load_model, run
 from sympow.training.ranks import Rows
 from sympow.training.runs import Lesson, saved_tokenizer
+
+NARROW = 64  # tokens of a window in the steps that `DistillationConfig.window_dropout` chooses
 
 
 class Distillation:
@@ -25,15 +31,28 @@ class Distillation:
     (`LanguageModel.loss_sum`). Stages without steps are left out.
 
     Args:
-        config: the numbers of steps of the stages.
+        config: the stages.
         steps: the number of steps of the whole run.
         teacher: the model to learn from. It is put in evaluation mode and gets no gradients.
         device: the device of the run.
+        seed: decides in which steps the windows are narrow, see `DistillationConfig.window_dropout`.
+        compile: whether to compile the teacher, as `ExecutionConfig.compile` does with the model.
     """
 
-    def __init__(self, config: DistillationConfig, steps: int, teacher: LanguageModel, device: torch.device):
-        self._config, self._steps = config, steps
+    def __init__(
+        self,
+        config: DistillationConfig,
+        steps: int,
+        teacher: LanguageModel,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        compile: bool = False,
+    ):
+        self._config, self._steps, self._seed = config, steps, seed
         self._teacher = teacher.to(device).eval().requires_grad_(False)
+        if compile:
+            self._teacher.compile_parts()
 
     @property
     def reference(self) -> LanguageModel:
@@ -47,13 +66,45 @@ class Distillation:
             return 1, 0
         return (2, self._config.layer_steps) if step < text else (3, text)
 
+    def during(self, model: LanguageModel, step: int) -> AbstractContextManager[None]:
+        """Returns the context of a step, in which the windows of `model` are narrow if the step is chosen for that.
+
+        Seed and step decide, so that all ranks and a run that continues agree. The backward is part of the context,
+        because it may compute blocks again.
+        """
+        share = self._config.window_dropout
+        if self.stage(step)[0] == 1 or np.random.default_rng([self._seed, step]).random() >= share:
+            return nullcontext()
+        return narrow_windows(model, NARROW)
+
     def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
         """Returns the loss of a step, summed over the targets of `rows`, as a scalar."""
         stage, _ = self.stage(step)
+        tokens, targets, borders = rows.tokens, rows.targets, rows.cu_seqlens
         if stage == 3:
-            return model.loss_sum(rows.tokens, rows.targets, cu_seqlens=rows.cu_seqlens)
-        error = model.mixing_error_sum if stage == 1 else model.divergence_sum
-        return error(rows.tokens, rows.targets, self._teacher, cu_seqlens=rows.cu_seqlens)
+            return model.loss_sum(tokens, targets, cu_seqlens=borders)
+        piece = self._config.teacher_context
+        if stage == 2:
+            return model.divergence_sum(
+                tokens, targets, self._teacher, cu_seqlens=borders, teacher_context=piece or None
+            )
+        if piece:
+            tokens, targets = tokens.reshape(-1, piece), targets.reshape(-1, piece)
+        return model.mixing_error_sum(tokens, targets, self._teacher, cu_seqlens=borders)
+
+
+@contextmanager
+def narrow_windows(model: LanguageModel, window: int) -> Iterator[None]:
+    """Lets the window layers of a model attend to the last `window` tokens at most within a `with` block."""
+    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, WindowMixer)]
+    before = [mixer.window for mixer in mixers]
+    try:
+        for mixer in mixers:
+            mixer.window = min(window, mixer.window)
+        yield
+    finally:
+        for mixer, own in zip(mixers, before, strict=True):
+            mixer.window = own
 
 
 def distillation_run(converted: RunConfig, start: str, teacher: str, precision: str = "bf16") -> RunConfig:
@@ -96,8 +147,7 @@ def distill(
     """
     if config.distillation is None:
         raise ValueError(f"the config of {config.name} has no distillation; it is for sympow.training.run")
-    open_lesson = partial(_open_lesson, config.distillation, config.training.steps)
-    return run(config, out, restart=restart, quiet=quiet, lesson=open_lesson)
+    return run(config, out, restart=restart, quiet=quiet, lesson=partial(_open_lesson, config, config.distillation))
 
 
 def load_teacher(source: str) -> LanguageModel:
@@ -114,7 +164,7 @@ def _teacher_and_tokenizer(source: str) -> tuple[LanguageModel, Tokenizer | None
     return loaded.model.float(), None if loaded.tokenizer is None else BPETokenizer(loaded.tokenizer)
 
 
-def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -> Lesson:
+def _open_lesson(run: RunConfig, config: DistillationConfig, device: torch.device) -> Lesson:
     """Loads the converted model and its teacher.
 
     Raises the errors of `load_model` and `load_pretrained`, and ValueError for a teacher with other tokens.
@@ -123,4 +173,5 @@ def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -
     teacher, tokenizer = _teacher_and_tokenizer(config.teacher)
     if own is not None and tokenizer is not None and list(own.token_bytes) != list(tokenizer.token_bytes):
         raise ValueError(f"{config.teacher} and {config.start} differ in their tokenizers; a teacher needs the same")
-    return Lesson(start, Distillation(config, steps, teacher, device))
+    steps, seed, compile = run.training.steps, run.training.seed, run.execution.compile
+    return Lesson(start, Distillation(config, steps, teacher, device, seed=seed, compile=compile))

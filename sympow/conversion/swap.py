@@ -1,4 +1,4 @@
-"""Replaces the softmax attention of a model by power attention or window attention. All other parts are kept."""
+"""Replaces the softmax attention of a model by power, window or gated attention. All other parts are kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from sympow.layers.power import PowerAttention
+from sympow.layers.softmax import SoftmaxAttention
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
-KINDS = ("power", "window", "softmax")
+KINDS = ("power", "window", "softmax", "gated")
 ONE = 1.2784645427610738
 """The solution of silu(ONE) = 1. An output gate with weights 0 and this bias multiplies by 1."""
 
@@ -20,6 +21,8 @@ ONE = 1.2784645427610738
 # SmolLM2 are 0 on average, with a standard deviation of 4.
 GATE_BIAS = (5.0, 9.0)
 INITIAL_SCORE = 6.0
+
+_OF_ROTATIONS = ("frequencies", "max_length", "rotary_fraction", "rope_base", "rope_scaling")
 
 
 def parse_pattern(text: str) -> tuple[str, ...]:
@@ -71,13 +74,15 @@ def swap_mixers(
     of exp(score). The constant a is `INITIAL_SCORE`, and biases of queries and keys contain it. The new parts of a
     power layer initially change nothing, or little: the short convolution is the identity, the output gate is 1, and
     the gate is nearly open and the same for all tokens. A power layer gets no new norm of heads, because the norm would
-    remove the magnitudes of the heads' outputs. Parts that the teacher's layers have too keep their weights.
+    remove the magnitudes of the heads' outputs. A gated layer has softmax attention to all tokens, with the same gate
+    and without rotation, so that no position is new to it in a text longer than those of the training. Parts that the
+    teacher's layers have too keep their weights.
 
     Args:
         teacher: a model of the llama body in which all layers have softmax attention, to all tokens or in windows. A
             layer with windows does not get wider ones.
-        pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer; or a
-            text for `parse_pattern`.
+        pattern: the kinds of layers, repeated over the layers: "power", "window", "gated", or "softmax" to keep the
+            layer; or a text for `parse_pattern`.
         p: the power of power layers.
         window: the number of tokens that a window layer attends to.
 
@@ -105,7 +110,7 @@ def swap_mixers(
             elif name in weights:
                 parameter.copy_(weights[name])
         for layer, block in enumerate(student.blocks):
-            if isinstance(block.mixer, PowerAttention):
+            if isinstance(block.mixer, PowerAttention | SoftmaxAttention):
                 _make_neutral(block.mixer, config.mixer(layer).options)
     return student.train(teacher.training)
 
@@ -117,6 +122,10 @@ def _swapped(kept: MixerConfig, kind: str, p: int, window: int) -> MixerConfig:
         return kept
     if kind == "window":
         return MixerConfig(kind, options | {"window": min(window, kept.options.get("window", window))})
+    if kind == "gated":
+        options = {name: value for name, value in options.items() if name not in _OF_ROTATIONS}
+        gate = {"gate": True, "gate_bias": kept.options.get("gate_bias", GATE_BIAS)}
+        return MixerConfig("softmax", options | gate | {"rotation": "none"})
     return MixerConfig(kind, options | _power_options(options, p))
 
 
@@ -135,8 +144,8 @@ def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:
     }
 
 
-def _make_neutral(mixer: PowerAttention, kept: dict[str, Any]) -> None:
-    """Sets the new parts of a power layer so that they change nothing, or little; `kept`: options of softmax."""
+def _make_neutral(mixer: PowerAttention | SoftmaxAttention, kept: dict[str, Any]) -> None:
+    """Sets the new parts of a layer so that they change nothing, or little; `kept`: options of the layer before."""
     if mixer.convolution is not None and not kept.get("short_convolution"):
         mixer.convolution.weight.zero_()
         mixer.convolution.weight[:, -1] = 1

@@ -78,8 +78,10 @@ class Source(Protocol):
         """Returns the texts of these files, to train a tokenizer."""
         ...
 
-    def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, str]]:
-        """Returns the documents from number `start` on, in turn, with their texts."""
+    def texts(
+        self, documents: Sequence[SourceDocument], start: int
+    ) -> Iterator[tuple[SourceDocument, str | np.ndarray]]:
+        """Returns the documents from number `start` on, in turn, with their texts, or with their tokens."""
         ...
 
 
@@ -130,7 +132,7 @@ def write_corpus(
         tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
         with _Writer(partial, documents, row_tokens) as writer:
             for document, text in source.texts(documents, writer.finished):
-                writer.add(document, encode_text(tokenizer, text))
+                writer.add(document, encode_text(tokenizer, text) if isinstance(text, str) else text)
             counts = writer.finish()
         known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
         summary = read_summary(partial) | {"tokenizer": known} | counts

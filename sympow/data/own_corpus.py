@@ -57,14 +57,23 @@ def build_corpus(
     reading = {"group": group, "suffixes": list(suffixes), "text_field": text_field}
     settings = {"version": _VERSION, "row_tokens": row_tokens, "words": words, "reading": reading}
 
-    def open_source(_: Path) -> _Texts:
-        return _Texts(texts, group, suffixes, text_field, progress, remark or (lambda line: None))
+    def open_source(_: Path) -> Texts:
+        return Texts(texts, group, suffixes, text_field, progress, remark or (lambda line: None))
 
     return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, tokenizer=tokenizer)
 
 
-class _Texts:
-    """Gives the documents of a file or a folder. Each call that reads texts reads all files again."""
+class Texts:
+    """Gives the documents of a file or a folder. Each call that reads texts reads all files again.
+
+    Args:
+        path: as for `find_texts`.
+        group: as for `find_texts`.
+        suffixes: as for `find_texts`.
+        text_field: as for `find_texts`.
+        progress: whether to show the progress on stderr.
+        remark: called with each line on what is left out of the folder.
+    """
 
     def __init__(
         self,
@@ -81,6 +90,7 @@ class _Texts:
         self.sizes: dict[str, int] = {}  # bytes of each document by name, once surveyed
 
     def survey(self) -> str:
+        """Measures all documents. Returns a hash of them."""
         with self._reading("looking through", len(self._found.documents)) as progress:
             kept, sizes, hashes = measure_documents(_counted(self._found.documents, progress))
         if not kept:
@@ -97,15 +107,18 @@ class _Texts:
         return digest(part for pair in zip(self.sizes, hashes, strict=True) for part in pair)
 
     def plan(self) -> list[SourceDocument]:
+        """Returns the documents, of which some are held out."""
         sizes = np.array(list(self.sizes.values()))
         held_out = set(choose_held_out(sizes, HELD_OUT, _SEED).tolist())
         return [SourceDocument(name, (name,), size, i in held_out) for i, (name, size) in enumerate(self.sizes.items())]
 
     def sample(self, files: Collection[str]) -> Iterator[str]:
+        """Returns the texts of these documents."""
         with self._reading("training the tokenizer", len(self._documents)) as progress:
             yield from (each.read() for each in _counted(self._documents, progress) if each.name in files)
 
     def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, str]]:
+        """Yields the documents from number `start` on, in order, with their texts."""
         with self._reading("tokenizing", len(self._documents), start) as progress:
             for place in range(start, len(documents)):
                 yield documents[place], self._documents[place].read()

@@ -13,18 +13,17 @@ counts if it occurs in the continuation as a whole word.
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from sympow.evaluation.passkey import BATCH_TOKENS, DEPTHS, FILLER, Continue
+from sympow.evaluation.passkey import BATCH_TOKENS, DEPTHS, FILLER, Continue, write_table
 from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 
@@ -40,11 +39,37 @@ _NOUNS = (
     "carpet castle cherry circle cloud coffee copper cotton cradle crystal curtain desert diamond dragon eagle engine "
     "feather fiddle finger forest fountain garden ginger glacier hammer harbor helmet honey island ivory jacket jungle "
     "kettle kitchen ladder lantern lemon library lizard marble market meadow mirror monkey mountain needle ocean "
-    "orange orchard palace paper parrot pencil pepper pillow planet pocket prairie pumpkin rabbit ribbon river rocket "
+    "orange orchard palace paper parrot pencil pepper pillow planet pocket prairie pumpkin rabbit ribbon rocket "
     "saddle salmon shadow silver spider summer sunset table temple thunder ticket tiger timber tower tunnel turtle "
     "valley velvet village violin walnut water whistle willow window winter wizard yellow zebra"
 )
-_WORDS = _NOUNS.split()
+WORDS = tuple(_NOUNS.split())  # none of them is in FILLER
+
+
+class FactForm(NamedTuple):
+    """Holds the sentence that gives a key its value, and the text up to the value that asks for it."""
+
+    statement: str
+    question: str
+
+
+class ChainForm(NamedTuple):
+    """Holds the sentence of the first name, that of every further name, and the text up to the names."""
+
+    first: str
+    further: str
+    question: str
+
+
+FACT = FactForm(
+    "The secret {kind} of the {key} is {answer}. ",
+    "What is the secret {kind} of the {key}? The secret {kind} of the {key} is",
+)
+CHAIN = ChainForm(
+    "{name} stands for {value}. ",
+    "{name} stands for the same as {before}. ",
+    "Which names stand for {value}? The names that stand for {value} are",
+)
 
 
 class Tokenizer(Protocol):
@@ -181,19 +206,32 @@ def needle_text(
     room = context - len(start) - len(asked) - count - sum(len(tokens) for _, tokens in encoded)
     if room < 0:
         raise ValueError(f"a text of {task} needs a context of at least {context - room} tokens, got {context}")
-    sentences = prose.cut(room, rng)
-    ends = np.cumsum([0, *map(len, sentences)])
-    parts: list[np.ndarray] = [start]
-    placed = sorted(range(len(encoded)), key=lambda i: encoded[i][0])  # stable, so that a chain keeps its order
-    borders = [int(np.abs(ends - encoded[i][0] * room).argmin()) for i in placed]
-    done, first = 0, 0
-    for border, i in zip(borders, placed, strict=True):
-        parts += [*sentences[done:border], encoded[i][1]]
-        done = border
-        if i == 0:
-            first = sum(map(len, parts))
-    tokens = np.concatenate([*parts, *sentences[done:], asked])
-    return NeedleText(tokens, answers, count, len(tokens) - first)
+    pieces, ends = interleaved(prose.cut(room, rng), encoded)
+    tokens = np.concatenate([start, *pieces, asked])
+    return NeedleText(tokens, answers, count, len(tokens) - len(start) - ends[0])
+
+
+def interleaved(
+    sentences: Sequence[np.ndarray], texts: Sequence[tuple[float, np.ndarray]]
+) -> tuple[list[np.ndarray], list[int]]:
+    """Puts texts between sentences.
+
+    Args:
+        sentences: the tokens of each sentence, int64 1-D.
+        texts: the place of each text among the sentences, from 0, before them, to 1, and its tokens, int64 1-D. Texts
+            with one place keep their order.
+
+    Returns the pieces in order, and the number of tokens up to the end of each text.
+    """
+    borders = np.cumsum([0, *map(len, sentences)])
+    pieces: list[np.ndarray] = []
+    ends, done, length = [0] * len(texts), 0, 0
+    for i in sorted(range(len(texts)), key=lambda i: texts[i][0]):  # stable
+        border = int(np.abs(borders - texts[i][0] * borders[-1]).argmin())
+        pieces += [*sentences[done:border], texts[i][1]]
+        length += int(borders[border] - borders[done]) + len(texts[i][1])
+        ends[i], done = length, border
+    return [*pieces, *sentences[done:]], ends
 
 
 def needle_recall(
@@ -211,8 +249,8 @@ def needle_recall(
     hops: int = 4,
     seed: int = 0,
     quiet: bool = True,
-) -> list[NeedleRow]:
-    """Measures recall for every task, kind of values, context and depth.
+) -> Iterator[NeedleRow]:
+    """Measures recall for every task, kind of values, context and depth, and yields each row when it is measured.
 
     All models of one tokenizer get the same texts.
 
@@ -231,8 +269,8 @@ def needle_recall(
         seed: the seed of keys, values and places.
         quiet: show no progress.
 
-    Raises ValueError for values out of range, for contexts too short to hold the statements and the question, and if
-    there is not enough memory for the texts.
+    Raises ValueError at once for values out of range, for contexts too short to hold the statements and the question,
+    and if there is not enough memory for the texts.
     """
     for what, found, known in (("task", tasks, TASKS), ("kind of values", values, VALUES)):
         for each in found:
@@ -240,39 +278,39 @@ def needle_recall(
                 raise ValueError(f"a {what} must be one of {', '.join(known)}; got {each!r}")
     if texts < 1 or not contexts or not depths or not 0 <= min(depths) <= max(depths) <= 1:
         raise ValueError(f"expected texts, contexts and depths from 0 to 1; got {texts}, {contexts}, {depths}")
-    if not 1 <= keys < len(_WORDS) or hops < 1:  # one word at least is left for the values
-        raise ValueError(f"expected 1 to {len(_WORDS) - 1} keys and at least one hop; got {keys} and {hops}")
+    if not 1 <= keys < len(WORDS) or hops < 1:  # one word at least is left for the values
+        raise ValueError(f"expected 1 to {len(WORDS) - 1} keys and at least one hop; got {keys} and {hops}")
     check_memory(f"a context of {max(contexts):,} tokens", 32 * max(contexts))
-    prose, rows, options = Prose(tokenizer, text), [], {"keys": keys, "hops": hops}
+    prose, options = Prose(tokenizer, text), {"keys": keys, "hops": hops}
 
-    def draw(task: str, kind: str, number: int) -> np.random.Generator:
-        return np.random.default_rng([seed, TASKS.index(task), VALUES.index(kind), number])
+    def made(task: str, kind: str, context: int, depth: float, number: int) -> NeedleText:
+        rng = np.random.default_rng([seed, TASKS.index(task), VALUES.index(kind), number])
+        return needle_text(prose, tokenizer, task, kind, context, depth, rng, **options)
 
     for task, kind, number in product(tasks, values, range(texts)):  # before the model reads any of them
-        needle_text(prose, tokenizer, task, kind, min(contexts), depths[0], draw(task, kind, number), **options)
-    total = len(tasks) * len(values) * len(contexts) * len(depths) * texts
-    with Progress(f"needles, {name}", "text", total=total, quiet=quiet) as progress:
-        for task, kind, context, depth in product(tasks, values, contexts, depths):
-            shares, distances = [], []
-            for start in range(0, texts, max(1, BATCH_TOKENS // context)):
-                numbers = range(start, min(texts, start + max(1, BATCH_TOKENS // context)))
-                draws = [draw(task, kind, number) for number in numbers]
-                made = [needle_text(prose, tokenizer, task, kind, context, depth, rng, **options) for rng in draws]
-                shares += _shares(continues, tokenizer, made)
-                distances += [each.distance for each in made]
-                progress.advance(len(made))
-            means = float(np.mean(distances)), texts, float(np.mean(shares))
-            rows.append(NeedleRow(name, task, kind, context, depth, *means))
-    return rows
+        made(task, kind, min(contexts), depths[0], number)
+
+    def measured() -> Iterator[NeedleRow]:
+        total = len(tasks) * len(values) * len(contexts) * len(depths) * texts
+        with Progress(f"needles, {name}", "text", total=total, quiet=quiet) as progress:
+            for task, kind, context, depth in product(tasks, values, contexts, depths):
+                shares, distances = [], []
+                size = max(1, BATCH_TOKENS // context)
+                for start in range(0, texts, size):
+                    batch = [made(task, kind, context, depth, i) for i in range(start, min(texts, start + size))]
+                    shares += _shares(continues, tokenizer, batch)
+                    distances += [each.distance for each in batch]
+                    progress.advance(len(batch))
+                means = float(np.mean(distances)), texts, float(np.mean(shares))
+                yield NeedleRow(name, task, kind, context, depth, *means)
+
+    return measured()
 
 
 def write_needles(path: str | os.PathLike[str], rows: Iterable[NeedleRow]) -> None:
-    """Writes the rows as a table, a line each."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(NeedleRow._fields)
-        for row in rows:
-            writer.writerow([*row[:5], f"{row.distance:.1f}", row.texts, f"{row.accuracy:.4f}"])
+    """Writes the rows as a table, a line each, when they come."""
+    cells = ([*row[:5], f"{row.distance:.1f}", row.texts, f"{row.accuracy:.4f}"] for row in rows)
+    write_table(path, NeedleRow._fields, cells)
 
 
 Statements = list[tuple[float, str]]
@@ -281,33 +319,45 @@ Statements = list[tuple[float, str]]
 def _facts(values: str, depth: float, rng: np.random.Generator, count: int) -> tuple[Statements, str, tuple[str, ...]]:
     """Returns statements with their places, the one that is asked for first, the question and the answer."""
     kind = "number" if values == "digits" else "word"
-    words = [_WORDS[i] for i in rng.permutation(len(_WORDS))]
+    words = [WORDS[i] for i in rng.permutation(len(WORDS))]
     keys, rest = words[:count], words[count:]
     # words are different ones, as long as there are enough
-    answers = [_number(rng) if values == "digits" else rest[i % len(rest)] for i in range(count)]
+    answers = [draw_number(rng, DIGITS) if values == "digits" else rest[i % len(rest)] for i in range(count)]
     places = [depth, *rng.random(count - 1)]
     facts = zip(keys, answers, strict=True)
-    statements = [f"The secret {kind} of the {key} is {answer}. " for key, answer in facts]
-    question = f"What is the secret {kind} of the {keys[0]}? The secret {kind} of the {keys[0]} is"
+    statements = [FACT.statement.format(kind=kind, key=key, answer=answer) for key, answer in facts]
+    question = FACT.question.format(kind=kind, key=keys[0])
     return list(zip(places, statements, strict=True)), question, (answers[0],)
 
 
 def _chain(values: str, depth: float, rng: np.random.Generator, hops: int) -> tuple[Statements, str, tuple[str, ...]]:
     """Returns statements with their places, in the order of the chain, the question and the answers."""
-    value = _number(rng) if values == "digits" else str(rng.choice(_WORDS))
-    names: list[str] = []
-    while len(names) < hops + 1:
-        name = "".join(chr(65 + i) for i in rng.integers(26, size=LETTERS))
-        names += [] if name in names else [name]
-    statements = [f"{names[0]} stands for {value}. "]
-    statements += [f"{new} stands for the same as {old}. " for old, new in pairwise(names)]
+    value = draw_number(rng, DIGITS) if values == "digits" else str(rng.choice(WORDS))
+    names = draw_names(rng, hops + 1, LETTERS)
     places = np.linspace(depth, 1, hops + 2)[:-1].tolist()
-    question = f"Which names stand for {value}? The names that stand for {value} are"
+    statements, question = chain_texts(CHAIN, names, value)
     return list(zip(places, statements, strict=True)), question, tuple(names)
 
 
-def _number(rng: np.random.Generator) -> str:
-    return str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
+def chain_texts(form: ChainForm, names: Sequence[str], value: str) -> tuple[list[str], str]:
+    """Returns the sentences that give a value to the first name and then to every further one, and the question."""
+    statements = [form.first.format(name=names[0], value=value)]
+    statements += [form.further.format(name=name, before=before) for before, name in pairwise(names)]
+    return statements, form.question.format(value=value)
+
+
+def draw_names(rng: np.random.Generator, count: int, letters: int) -> list[str]:
+    """Draws `count` different names of capital letters."""
+    names: list[str] = []
+    while len(names) < count:
+        name = "".join(chr(65 + i) for i in rng.integers(26, size=letters))
+        names += [] if name in names else [name]
+    return names
+
+
+def draw_number(rng: np.random.Generator, digits: int) -> str:
+    """Draws a number with so many digits."""
+    return str(rng.integers(10 ** (digits - 1), 10**digits))
 
 
 def _shares(continues: Continue, tokenizer: Tokenizer, texts: Sequence[NeedleText]) -> list[float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -65,8 +66,8 @@ def passkey_recall(
     texts: int = 20,
     seed: int = 0,
     quiet: bool = True,
-) -> list[PasskeyRow]:
-    """Measures recall at every context and depth.
+) -> Iterator[PasskeyRow]:
+    """Measures recall at every context and depth, and yields each row when it is measured.
 
     All models of one tokenizer get the same texts.
 
@@ -80,8 +81,8 @@ def passkey_recall(
         seed: the seed of the numbers.
         quiet: show no progress.
 
-    Raises ValueError for values out of range, for contexts too short to hold the number and the question, and if there
-    is not enough memory for the texts.
+    Raises ValueError at once for values out of range, for contexts too short to hold the number and the question, and
+    if there is not enough memory for the texts.
     """
     if texts < 1 or not contexts or not depths:
         raise ValueError(f"expected at least one text, context and depth; got {texts}, {contexts}, {depths}")
@@ -90,18 +91,21 @@ def passkey_recall(
             raise ValueError(f"a depth must be from 0 to 1, got {depth}")
     check_memory(f"a context of {max(contexts):,} tokens", 32 * max(contexts))  # the text, and two parts of filler
     check_memory(f"a list of {texts:,} texts", 64 * texts)
-    rows = []
-    with Progress(f"passkeys, {name}", "text", total=len(contexts) * len(depths) * texts, quiet=quiet) as progress:
-        for context in contexts:
-            for depth in depths:
+    for key in _keys(texts, seed):  # before the model reads any of the texts
+        passkey_text(tokenizer, key, min(contexts), 0.0)
+
+    def measured() -> Iterator[PasskeyRow]:
+        with Progress(f"passkeys, {name}", "text", total=len(contexts) * len(depths) * texts, quiet=quiet) as progress:
+            for context, depth in product(contexts, depths):
                 right = []
                 for keys in _batches(_keys(texts, seed), max(1, BATCH_TOKENS // context)):
                     right += [_right(continues, *group) for group in _grouped(tokenizer, keys, context, depth)]
                     progress.advance(len(keys))
                 hits = np.concatenate(right)
                 shares = float((hits == 1).mean()), float(hits.mean())
-                rows.append(PasskeyRow(name, context, depth, texts, *shares))
-    return rows
+                yield PasskeyRow(name, context, depth, texts, *shares)
+
+    return measured()
 
 
 def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
@@ -147,12 +151,22 @@ def transformers(model: Any) -> Continue:
 
 
 def write_passkeys(path: str | os.PathLike[str], rows: Iterable[PasskeyRow]) -> None:
-    """Writes the rows as a table, a line each."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    """Writes the rows as a table, a line each, when they come."""
+    cells = ([*row[:4], f"{row.accuracy:.4f}", f"{row.digits:.4f}"] for row in rows)
+    write_table(path, PasskeyRow._fields, cells)
+
+
+def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Writes the columns' names and the rows as CSV, every row when it comes.
+
+    An existing file stays as it is until there is a first row, or none.
+    """
+    rows = iter(rows)
+    first = list(islice(rows, 1))
+    with open(path, "w", newline="", encoding="utf-8", buffering=1) as file:  # so that a line is on the disk at once
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(PasskeyRow._fields)
-        for row in rows:
-            writer.writerow([*row[:4], f"{row.accuracy:.4f}", f"{row.digits:.4f}"])
+        writer.writerow(columns)
+        writer.writerows(chain(first, rows))
 
 
 def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> None:

@@ -137,7 +137,13 @@ class LanguageModel(nn.Module):
         return cross_entropy_sum(hidden, weight, targets.flatten(), rows=rows, cross_entropy=self.cross_entropy)
 
     def divergence_sum(
-        self, tokens: Tensor, targets: Tensor, teacher: LanguageModel, *, cu_seqlens: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        teacher: LanguageModel,
+        *,
+        cu_seqlens: Tensor | None = None,
+        teacher_context: int | None = None,
     ) -> Tensor:
         """Sums up KL(teacher || model) over all tokens whose target is not -100, in nats; a scalar, as `loss_sum`.
 
@@ -146,14 +152,23 @@ class LanguageModel(nn.Module):
             targets: as for `token_losses`.
             cu_seqlens: as for `token_losses`.
             teacher: a model of the same vocabulary, on the same device; it gets no gradient.
+            teacher_context: the teacher reads rows as pieces of so many tokens, each by itself; None: whole rows.
 
-        Raises ValueError where the vocabularies differ.
+        Raises ValueError where the vocabularies differ, and where rows cannot be cut into such pieces.
         """
         self._check_targets(targets, tokens)
         self._check_teacher(teacher)
+        self._check_vocabulary(tokens, "tokens")
+        pieces = tokens
+        if teacher_context is not None:
+            if teacher_context < 1 or tokens.shape[1] % teacher_context or cu_seqlens is not None:
+                what = "packed documents" if cu_seqlens is not None else f"rows of {tokens.shape[1]} tokens"
+                raise ValueError(f"expected rows of a multiple of {teacher_context} tokens for the teacher; got {what}")
+            pieces = tokens.reshape(-1, teacher_context)
         with torch.no_grad():
-            expected = teacher._hidden(tokens, cu_seqlens).flatten(0, 1)
-        hidden, real = self._hidden(tokens, cu_seqlens).flatten(0, 1), targets.flatten() != IGNORE
+            expected = teacher._hidden(pieces, cu_seqlens, checked=True).flatten(0, 1)
+        hidden = self._hidden(tokens, cu_seqlens, checked=True).flatten(0, 1)
+        real = targets.flatten() != IGNORE
         weights = self.head_weight, teacher.head_weight.detach()
         rows = self._logit_rows(hidden)
         return divergence_sum(hidden, weights[0], expected, weights[1], real, rows=rows, divergence=self.divergence)
@@ -179,23 +194,28 @@ class LanguageModel(nn.Module):
         """
         self._check_targets(targets, tokens)
         self._check_teacher(teacher)
+        self._check_vocabulary(tokens, "tokens")
+        differ = [self.config.mixer(layer) != teacher.config.mixer(layer) for layer in range(len(self.blocks))]
+        if not any(differ):
+            raise ValueError("all mixers are those of the teacher: there is nothing to compare")
+        last = max(layer for layer, other in enumerate(differ) if other)  # nothing behind it is needed
         real = targets != IGNORE
         errors: list[Tensor] = []
         with torch.no_grad():
-            x = teacher._embed(tokens)
-        for layer, (own, other) in enumerate(zip(self.blocks, teacher.blocks, strict=True)):
+            x = teacher._embed(tokens, checked=True)
+        for layer in range(last + 1):
+            own, other = self.blocks[layer], teacher.blocks[layer]
             if not isinstance(own, PreNormBlock) or not isinstance(other, PreNormBlock):
                 raise ValueError(f"mixers are compared in the bodies gpt2 and llama; got {self.config.body!r}")
             with torch.no_grad():
                 expected = other.mixed(x, cu_seqlens, tokens)
+            if differ[layer]:
                 size = expected.float().square().mean()
-            if self.config.mixer(layer) != teacher.config.mixer(layer):
                 error = (own.mixed(x, cu_seqlens, tokens) - expected).float().square().mean(-1)
                 errors.append((error * real).sum() / size)
-            with torch.no_grad():
-                x = other.with_mlp(x + expected)
-        if not errors:
-            raise ValueError("all mixers are those of the teacher: there is nothing to compare")
+            if layer < last:
+                with torch.no_grad():
+                    x = other.with_mlp(x + expected)
         return torch.stack(errors).mean()
 
     def split_context(self, group: dist.ProcessGroup) -> None:
@@ -277,19 +297,24 @@ class LanguageModel(nn.Module):
         refuse_complex(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        x = self._embed(tokens)
+    def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None, checked: bool = False) -> Tensor:
+        x = self._embed(tokens, checked)
         for block in self.blocks:
             x = block(x, cu_seqlens, tokens)
         return self.final_norm(x)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, checked: bool = False) -> Tensor:
+        """Returns the vectors of tokens. `checked`: the caller has checked that the vocabulary has the tokens.
+
+        Another check would wait for the device where gradients are off.
+        """
         if tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens must be [B, T >= 1]; got {list(tokens.shape)}")
         if tokens.device != self.embedding.weight.device:
             device = self.embedding.weight.device
             raise ValueError(f"tokens must be on the device of the weights, {device}; got {tokens.device}")
-        self._check_vocabulary(tokens, "tokens")
+        if not checked:
+            self._check_vocabulary(tokens, "tokens")
         vectors = self._vectors(tokens)
         return vectors if self.embedding_norm is None else self.embedding_norm(vectors)
 

@@ -207,6 +207,10 @@ class DistillationConfig:
             teacher's inputs.
         text_steps: the steps of stage 3, which are the last ones and train on the text. Stage 2 is between them, and
             trains on the divergence of the predictions from the teacher's.
+        window_dropout: the share of the steps of stages 2 and 3 in which the windows of the model hold only 64 tokens,
+            so that the states are needed.
+        teacher_context: in stages 1 and 2, the teacher reads rows as pieces of so many tokens, each by itself; 0: whole
+            rows. In stage 1 the model reads these pieces too, in stage 2 whole rows.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """
@@ -215,13 +219,18 @@ class DistillationConfig:
     teacher: str
     layer_steps: int = 0
     text_steps: int = 0
+    window_dropout: float = 0.0
+    teacher_context: int = 0
 
     def __post_init__(self) -> None:
         for name in ("start", "teacher"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"distillation.{name} must be a path, got {getattr(self, name)!r}")
-        for name in ("layer_steps", "text_steps"):
+        for name in ("layer_steps", "text_steps", "teacher_context"):
             _check_integer(name, getattr(self, name), 0, "distillation")
+        _check_number("window_dropout", self.window_dropout, "distillation.")
+        if not 0 <= self.window_dropout <= 1:
+            raise ValueError(f"distillation.window_dropout must be from 0 to 1, got {self.window_dropout}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""
@@ -316,6 +325,16 @@ class RunConfig:
             raise ValueError(
                 f"distillation.layer_steps and distillation.text_steps must be at most training.steps together, "
                 f"got {distillation.layer_steps} and {distillation.text_steps} of {steps}"
+            )
+        piece, context = distillation.teacher_context, self.training.context
+        if piece and context % piece:
+            raise ValueError(
+                f"training.context must be a multiple of distillation.teacher_context, got {context} and {piece}"
+            )
+        if piece and self.data.pack:
+            raise ValueError(
+                f"distillation.teacher_context = {piece} cuts rows, but not rows of packed documents: "
+                "set data.pack = false"
             )
         if self.execution.context_parallel > 1:
             raise ValueError("distillation does not split rows over ranks: execution.context_parallel must be 1")

@@ -7,6 +7,7 @@ numbers that are not finite, up to the loss.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -57,6 +58,10 @@ class Objective(Protocol):
 
     def stage(self, step: int) -> tuple[int, int]:
         """Returns the stage of an optimizer step (counted from 0) as a number from 1, and the stage's first step."""
+        ...
+
+    def during(self, model: LanguageModel, step: int) -> AbstractContextManager[object]:
+        """Returns the context in which the passes of a step run, forward and backward."""
         ...
 
     def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -202,7 +202,8 @@ class _Training:
         self.stage, stage_start = (0, 0) if objective is None else objective.stage(step)
         rate = learning_rate(step, self.settings, stage_start)
         loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
-        with self._divergence(step + 1, rate):
+        during = nullcontext() if objective is None else objective.during(self.model, step)
+        with self._divergence(step + 1, rate), during:
             numbers = train_step(
                 self.model, self.optimizer, passes, rate, self.settings, self.device, self.ranks, loss_sum
             )

@@ -1,6 +1,8 @@
 """`sympow passkey` on a small run."""
 
 import csv
+import os
+import signal
 import sys
 
 import pytest
@@ -86,3 +88,26 @@ def test_needles(run, tmp_path, capsys):
             code = stopped.code
         error = capsys.readouterr().err
         assert code == 2 and line in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("command", ["passkey", "needles"])
+def test_what_was_measured_is_kept_when_the_command_is_stopped(run, tmp_path, capsys, monkeypatch, command):
+    calls = []
+
+    def stopped_in_the_second_row(model):
+        def continues(texts, count):
+            calls.append(count)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return texts[:, :count]
+
+        return continues
+
+    monkeypatch.setattr("sympow.evaluation.passkey.native", stopped_in_the_second_row)
+    words = [command, str(run), "--context", "600", "--texts", "2", "--quiet", "--csv", f"{tmp_path}/a.csv"]
+    assert main(words) == 128 + signal.SIGTERM
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == len(calls) == 2
+    assert f"stopped by SIGTERM after 2 rows, which are in {tmp_path}/a.csv" in err
+    with (tmp_path / "a.csv").open(newline="") as file:
+        assert [row["depth"] for row in csv.DictReader(file)] == ["0.0", "0.25"]

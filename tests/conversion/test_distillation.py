@@ -2,10 +2,12 @@
 
 import dataclasses
 import shutil
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 from sympow.cli import main
@@ -130,6 +132,189 @@ def test_the_losses_are_their_formulas():
     assert_close(found.double(), torch.stack(errors).mean(), rtol=1e-5, atol=0)
 
 
+def windowed(folder, stages: DistillationConfig, pattern: str = "window,power,gated", window: int = 12, **run):
+    """Distills a model with windows; returns its metrics, and the windows in every pass of a step, with its stage."""
+    config, batches, _ = job(stages, **run)
+    execution = run.pop("execution", config.execution)
+    student, seen = swap_mixers(teacher(), pattern, window=window), []
+    config = dataclasses.replace(config, model=student.config, execution=execution)
+
+    class Watched(Distillation):
+        def loss_sum(self, model, rows, step):
+            seen.append((step, self.stage(step)[0], model.blocks[0].mixer.window))
+            return super().loss_sum(model, rows, step)
+
+    objective = Watched(stages, STEPS, teacher(), torch.device("cpu"), seed=config.training.seed)
+    train(config, batches, folder, held_out=batches, start=student.state_dict(), objective=objective, quiet=True)
+    return read_metrics(folder), seen
+
+
+STAGES = DistillationConfig("start", "teacher", layer_steps=3, text_steps=3, window_dropout=0.5)
+
+
+def test_windows_are_narrow_in_a_share_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("sympow.conversion.distillation.NARROW", 2)
+    rows, seen = windowed(tmp_path / "run", STAGES)
+    widths: dict[int, set[int]] = {}
+    for step, _, window in seen:
+        widths.setdefault(step, set()).add(window)
+    assert all(len(each) == 1 for each in widths.values())  # all passes of a step agree
+    assert [widths[step] for step in range(3)] == [{12}] * 3  # stage 1
+    later = [next(iter(widths[step])) for step in range(3, STEPS)]
+    assert set(later) == {2, 12}
+    again, same = windowed(tmp_path / "again", STAGES)
+    assert same == seen and timeless(again) == timeless(rows)
+    _, other = windowed(tmp_path / "other", STAGES, seed=3)
+    assert [window for *_, window in other] != [window for *_, window in seen]
+    always, seen = windowed(tmp_path / "always", dataclasses.replace(STAGES, window_dropout=1))
+    assert {window for _, stage, window in seen if stage > 1} == {2}
+    never, _ = windowed(tmp_path / "never", dataclasses.replace(STAGES, window_dropout=0.0))
+    assert timeless(always)[:3] == timeless(never)[:3] and timeless(always)[4:] != timeless(never)[4:]
+    model = load_model(tmp_path / "always").model
+    assert model.blocks[0].mixer.window == 12  # of evaluations and checkpoints
+    assert model.config.mixer(0).options["window"] == 12
+
+
+def test_losses_and_gradients_of_narrow_windows_are_those_of_a_model_with_such_windows():
+    """Also where the backward computes the blocks again."""
+    _, batches, _ = job()
+    stages = dataclasses.replace(STAGES, layer_steps=0, text_steps=0, window_dropout=1.0)
+    objective = Distillation(stages, STEPS, teacher(), torch.device("cpu"))
+    wide, narrow = (swap_mixers(teacher(), "window,power,gated", window=window) for window in (90, 64))
+    rows = batches[0]
+    tokens = torch.cat([rows.tokens] * 6, 1)
+    rows = rows._replace(tokens=tokens, targets=tokens)
+    found = []
+    for model in (wide, narrow):
+        model.checkpoint_activations()
+        with objective.during(model, 0):
+            loss = objective.loss_sum(model, rows, 0)
+            loss.backward()
+        found.append([loss.detach(), *(weight.grad for weight in model.parameters())])
+        assert not torch.equal(loss, model.divergence_sum(tokens, tokens, teacher())) or model is narrow
+    assert_close(found[0], found[1])
+    assert wide.blocks[0].mixer.window == 90
+
+
+def test_windows_are_as_they_were_after_an_error():
+    objective = Distillation(dataclasses.replace(STAGES, window_dropout=1.0), STEPS, teacher(), torch.device("cpu"))
+    model = swap_mixers(teacher(), "window", window=90)
+    with pytest.raises(RuntimeError, match="on purpose"), objective.during(model, 5):
+        assert [block.mixer.window for block in model.blocks] == [64] * 3
+        raise RuntimeError("on purpose")
+    assert [block.mixer.window for block in model.blocks] == [90] * 3
+
+
+def test_the_kinds_of_layers_and_two_windows_are_few_graphs():
+    """A graph for each kind of layer, and one more for windows that are narrow."""
+    _, batches, _ = job()
+    stages = dataclasses.replace(STAGES, layer_steps=0, text_steps=0, window_dropout=0.5)
+    tokens = torch.cat([batches[0].tokens] * 6, 1)
+    rows = batches[0]._replace(tokens=tokens, targets=tokens)
+    model = swap_mixers(teacher(), "window,power,gated", window=90).train()
+    objective = Distillation(stages, STEPS, teacher(), torch.device("cpu"))
+    steps = [next(s for s in range(99) if narrow == (type(objective.during(model, s)) is not nullcontext))
+             for narrow in (False, True)]  # fmt: skip
+
+    def losses(step):
+        with objective.during(model, step):
+            loss = objective.loss_sum(model, rows, step)
+            loss.backward()
+        gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+        model.zero_grad()
+        return loss.detach(), gradient
+
+    expected = [losses(step) for step in steps]
+    assert not torch.equal(expected[0][0], expected[1][0])
+    torch.compiler.reset()
+    counters.clear()
+    for each in (model, objective.reference):
+        each.compile_parts(backend="aot_eager", fullgraph=True)
+    for step in (*steps, *steps):
+        assert_close(losses(step), expected[steps.index(step)], rtol=1e-4, atol=1e-4)
+    # Blocks of three kinds, a narrow one, a norm and the divergence; the teacher's block and norm.
+    assert counters["stats"]["unique_graphs"] == 8
+    with torch.no_grad():
+        for each in (model.eval(), objective.reference):
+            each.loss_sum(tokens, tokens)
+    assert counters["stats"]["unique_graphs"] == 13
+    torch.compiler.reset()
+
+
+def test_the_teacher_can_be_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(LanguageModel, "compile_parts", lambda self, **_: compiled.append(self))
+    made = Distillation(STAGES, STEPS, teacher(), torch.device("cpu"), compile=True)
+    assert compiled == [made.reference]
+    Distillation(STAGES, STEPS, teacher(), torch.device("cpu"))
+    assert len(compiled) == 1
+
+
+def test_no_step_looks_at_tokens_where_gradients_are_off(monkeypatch):
+    """On a GPU each look would wait for the device; with gradients there is none."""
+    _, batches, student = job()
+    tokens, targets, look, looks = batches[0].tokens, batches[0].targets.clamp(min=0), torch.Tensor.aminmax, []
+
+    def counted(self, **options):
+        looks.append(torch.is_grad_enabled())
+        return look(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "aminmax", counted)
+    student.divergence_sum(tokens, targets, teacher())
+    student.mixing_error_sum(tokens, targets, teacher())
+    assert looks and all(looks)
+    for loss in (student.divergence_sum, student.mixing_error_sum):
+        with pytest.raises(ValueError, match="tokens must lie in a vocabulary of 17 tokens; got 32"):
+            loss(tokens + 17, targets, teacher())
+
+
+def test_layers_behind_the_last_one_that_differs_are_not_computed():
+    _, batches, _ = job()
+    other, student = teacher(), swap_mixers(teacher(), "softmax,power,softmax")
+
+    def fails(*_):
+        raise AssertionError("computed")
+
+    other.blocks[1].with_mlp = other.blocks[2].mixed = student.blocks[0].mixed = fails
+    assert student.mixing_error_sum(batches[0].tokens, batches[0].tokens, other) > 0
+
+
+def test_a_teacher_reads_pieces_and_its_model_whole_rows():
+    _, batches, student = job()
+    tokens, targets = batches[0].tokens, batches[0].targets
+    other = teacher()
+    with torch.no_grad():
+        p = other(tokens.reshape(-1, 4)).log_softmax(-1).view(*tokens.shape, -1)
+        q = student(tokens).log_softmax(-1)
+        expected = ((p.exp() * (p - q)).sum(-1) * (targets != -100)).sum()
+    stages = DistillationConfig("start", "teacher", layer_steps=1, teacher_context=4)
+    objective = Distillation(stages, STEPS, other, torch.device("cpu"))
+    assert_close(objective.loss_sum(student, batches[0], 1), expected)
+    assert_close(
+        objective.loss_sum(student, batches[0], 0),
+        student.mixing_error_sum(tokens.reshape(-1, 4), targets.reshape(-1, 4), other),
+    )
+    with pytest.raises(ValueError, match="expected rows of a multiple of 5 tokens for the teacher; got rows of 16"):
+        student.divergence_sum(tokens, targets, other, teacher_context=5)
+
+
+@pytest.mark.parametrize(
+    ("stages", "data", "line"),
+    [
+        ({"window_dropout": 1.5}, {}, "distillation.window_dropout must be from 0 to 1, got 1.5"),
+        ({"window_dropout": float("nan")}, {}, "distillation.window_dropout must be finite"),
+        ({"teacher_context": -1}, {}, "distillation.teacher_context must be at least 0"),
+        ({"teacher_context": 5}, {}, "must be a multiple of distillation.teacher_context, got 16 and 5"),
+        ({"teacher_context": 8}, {"pack": True}, "cuts rows, but not rows of packed documents: set data.pack = false"),
+    ],
+)
+def test_windows_and_pieces_that_do_not_fit_are_refused(stages, data, line):
+    config, _, _ = job()
+    with pytest.raises(ValueError, match=line):
+        dataclasses.replace(config, distillation=DistillationConfig("start", "teacher", **stages),
+                            data=dataclasses.replace(config.data, **data))  # fmt: skip
+
+
 def on_ranks(folder: str) -> None:
     distilled(folder)
 
@@ -223,3 +408,33 @@ def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch
         monkeypatch.setattr("sympow.training.step.usual_precision", lambda device, processor=processor: processor)
         assert command("out") == precision
         assert command("named", "training.precision=float32") == "float32"
+
+
+def test_a_second_phase_begins_with_the_student_of_the_first(folders, tmp_path, monkeypatch):
+    """On longer rows of two sources, with the teacher in pieces, and at last on the text alone."""
+    monkeypatch.setattr("sympow.training.optimizer.LEAST_SIDE", 8)
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    words = ["--teacher", f"{folders}/teacher", "--quiet"]
+    fields = ["data.kind=text", f"data.path={folders}/text", "data.held_out=0.5", "data.pack=false",
+              "training.batch_size=2", "training.steps=3", "training.warmup_steps=1", "training.evaluation_batches=1",
+              "training.device=cpu", "training.optimizer=muon", "distillation.window_dropout=0.5"]  # fmt: skip
+    more = ["training.context=16", "distillation.layer_steps=1", "distillation.text_steps=1"]
+    assert main(["distill", f"{folders}/student", "--out", str(first), *words, *fields, *more]) == 0
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(f"the kernel {name} of a kernel\n" * 99)
+    both = ["data.path=none", f"data.paths={tmp_path}/a,{tmp_path}/b", "data.weights=3,1",
+            f"data.held_out_path={folders}/text"]  # fmt: skip
+    fields = [field for field in fields if not field.startswith(("data.path", "data.held_out"))]
+    more = ["training.context=64", "distillation.layer_steps=0", "distillation.text_steps=0",
+            "distillation.teacher_context=16"]  # fmt: skip
+    command = ["distill", str(first), "--out", str(second), *words, *fields, *both, *more]
+    assert main(command) == 0
+    assert [row["stage"] for row in read_metrics(second)] == [2]
+    begun = load_checkpoint(list_checkpoints(first)[-1]).model["embedding.weight"]
+    ended = load_checkpoint(list_checkpoints(second)[-1]).model["embedding.weight"]
+    assert 0 < (begun - ended).abs().max() < 0.02  # three steps from where the first phase ended
+    more = ["training.context=64", "distillation.layer_steps=0", "distillation.text_steps=3"]
+    assert main(["distill", str(second), "--out", str(third), *words, *fields, *both, *more]) == 0
+    rows = read_metrics(third)
+    assert [row["stage"] for row in rows] == [3] and "gap" in rows[-1]

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from sympow.conversion import parse_pattern, swap_mixers
 from sympow.layers.power import PowerAttention
+from sympow.layers.softmax import SoftmaxAttention
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 VOCAB = 41
@@ -53,6 +54,47 @@ def test_a_power_layer_begins_as_the_plain_power_of_the_teachers_scores(options)
         weights = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).pow(2).tril()
         y = weights @ v.repeat_interleave(2, 1) / (weights.sum(-1, keepdim=True) + mixer.eps)
         assert_close(mixer(x), other.mixer.out(y.transpose(1, 2).flatten(2)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"qk_norm": True, "rotary_fraction": 0.5}])
+def test_a_gated_layer_begins_as_attention_without_positions(options):
+    model = teacher(**options)
+    student = swap_mixers(model, ("gated",), window=5)
+    x = torch.randn(2, 23, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for own, other in zip(student.blocks, model.blocks, strict=True):
+        mixer = own.mixer
+        assert isinstance(mixer, SoftmaxAttention) and mixer.rotation == "none"
+        assert mixer.gate.weight.count_nonzero() == 0
+        assert_close(mixer.gate.bias, torch.tensor([5.0, 9.0], dtype=torch.float64))
+        q, k, v = (each.transpose(1, 2) for each in other.mixer.heads(x))
+        memory = mixer.gate.bias.sigmoid().log().repeat_interleave(2)[:, None, None]
+        place = torch.arange(23)
+        scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5 + memory * (place[:, None] - place)
+        weights = scores.masked_fill(place > place[:, None], -torch.inf).softmax(-1)
+        y = weights @ v.repeat_interleave(2, 1)
+        assert_close(mixer(x), other.mixer.out(y.transpose(1, 2).flatten(2)))
+
+
+@torch.no_grad()
+def test_a_gated_layer_takes_the_place_of_any_other_and_its_own_parts_stay():
+    scaled = teacher(rope_scaling={"rope_type": "linear", "factor": 4.0})
+    student = swap_mixers(swap_mixers(scaled, "window", window=7), "gated,window*5")
+    assert student.config.mixer(0) == MixerConfig(
+        "softmax",
+        {"bias": False, "out_bias": False, "gate": True, "gate_bias": (5.0, 9.0), "rotation": "none"},
+    )
+    student.blocks[0].mixer.gate.weight.fill_(0.25)
+    again = swap_mixers(student, "gated")
+    assert_close(again.blocks[0].mixer.gate.weight, student.blocks[0].mixer.gate.weight)
+    assert again.blocks[1].mixer.gate.weight.count_nonzero() == 0
+    power = swap_mixers(student, "power")
+    assert power.blocks[0].mixer.rotation == "none"
+    assert_close(power.blocks[0].mixer.gate.weight, student.blocks[0].mixer.gate.weight)
+    state = student.init_state(2)
+    for token in TOKENS.split(1, dim=1):
+        logits, state = student.step(token, state)
+    assert_close(logits, student(TOKENS)[:, -1])
 
 
 def test_patterns():

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from sympow.data import ByteTokenizer
-from sympow.evaluation.needles import DIGITS, TASKS, VALUES, NeedleRow, Prose, needle_recall, needle_text, write_needles
+from sympow.evaluation.needles import (
+    DIGITS,
+    TASKS,
+    VALUES,
+    WORDS,
+    NeedleRow,
+    Prose,
+    needle_recall,
+    needle_text,
+    write_needles,
+)
+from sympow.evaluation.passkey import FILLER
 
 BYTES = ByteTokenizer()
 PROSE = "It was late. Who had seen the ship? Nobody, he said! The long road went on and on through the hills.\n\n" * 2
@@ -85,16 +96,16 @@ def test_all_keys_and_names_differ():
 
 @pytest.mark.parametrize("values", VALUES)
 def test_there_are_as_many_keys_as_the_message_says(values):
-    with pytest.raises(ValueError, match="expected 1 to 107 keys"):
-        needle_recall("a", reader(10), BYTES, [9000], keys=108)
-    words = BYTES.decode(made("multikey", values, context=9000, keys=107).tokens.tolist())
-    assert len(FACT.findall(words)) == 107 and len(answers_of(words)) == 1
+    with pytest.raises(ValueError, match="expected 1 to 106 keys"):
+        needle_recall("a", reader(10), BYTES, [9000], keys=107)
+    words = BYTES.decode(made("multikey", values, context=9000, keys=106).tokens.tolist())
+    assert len(FACT.findall(words)) == 106 and len(answers_of(words)) == 1
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_is_within_reach_is_found(task):
     options = {"tasks": [task], "depths": (0.0, 1.0), "text": PROSE, "texts": 5, "hops": 1}
-    rows = needle_recall("near", reader(700), BYTES, [650, 1500], **options)
+    rows = list(needle_recall("near", reader(700), BYTES, [650, 1500], **options))
     assert len(rows) == 8
     for row in rows:
         assert row.accuracy == (row.distance < 650), row
@@ -129,8 +140,25 @@ def test_models_get_the_same_texts_and_texts_differ():
         return texts[:, :count]
 
     for _ in range(2):
-        needle_recall("a", keeps, BYTES, [900], tasks=["single"], values=["digits"], depths=[0.5], texts=3)
+        list(needle_recall("a", keeps, BYTES, [900], tasks=["single"], values=["digits"], depths=[0.5], texts=3))
     assert torch.equal(seen[0], seen[1]) and len({tuple(row.tolist()) for row in seen[0]}) == 3
+
+
+def test_a_row_comes_when_it_is_measured():
+    read = []
+
+    def keeps(texts, count):
+        read.append(count)
+        return texts[:, :count]
+
+    rows = needle_recall("a", keeps, BYTES, [900], tasks=["single"], values=["digits"], texts=2)
+    assert read == []
+    assert next(rows).depth == 0.0 and len(read) == 1
+    assert next(rows).depth == 0.25 and len(read) == 2
+
+
+def test_no_word_is_in_the_filler():
+    assert not set(WORDS) & set(re.findall(r"\w+", FILLER.lower()))
 
 
 def test_prose_fills_any_room_and_repeats():

@@ -50,7 +50,7 @@ def test_a_text_has_its_length_and_its_number_in_place(context, depth):
 
 
 def test_recall_by_context_and_depth():
-    rows = passkey_recall("near", reads_back(400), BYTES, [300, 600], depths=(0.0, 1.0), texts=3)
+    rows = list(passkey_recall("near", reads_back(400), BYTES, [300, 600], depths=(0.0, 1.0), texts=3))
     assert [(row.context, row.depth, row.texts, row.accuracy) for row in rows] == [
         (300, 0.0, 3, 1.0),
         (300, 1.0, 3, 1.0),
@@ -58,6 +58,38 @@ def test_recall_by_context_and_depth():
         (600, 1.0, 3, 1.0),
     ]
     assert rows[2].digits == pytest.approx(1 / 6) and rows[0].digits == 1.0  # of a wrong number the space is right
+
+
+def test_a_row_comes_and_is_written_when_it_is_measured(tmp_path):
+    read = []
+
+    def watches(texts, count):
+        read.append(len(texts))
+        return torch.zeros(len(texts), count, dtype=torch.int64)
+
+    def watched(rows):
+        for number, row in enumerate(rows, start=1):
+            assert len(read) == number
+            yield row
+            assert (tmp_path / "a.csv").read_text().count("\n") == number + 1
+
+    rows = passkey_recall("any", watches, BYTES, [300], depths=(0.0, 0.5, 1.0), texts=2)
+    assert read == []
+    write_passkeys(tmp_path / "a.csv", watched(rows))
+    assert read == [2, 2, 2]
+    with pytest.raises(ValueError, match="needs a context of at least"):  # at once
+        passkey_recall("any", watches, BYTES, [300, 20])
+
+
+def test_a_file_stays_as_it_is_until_there_is_a_row(tmp_path):
+    def fails():
+        raise RuntimeError("no row")
+        yield
+
+    (tmp_path / "a.csv").write_text("earlier")
+    with pytest.raises(RuntimeError):
+        write_passkeys(tmp_path / "a.csv", fails())
+    assert (tmp_path / "a.csv").read_text() == "earlier"
 
 
 def test_texts_depend_on_the_seed_alone():
@@ -68,7 +100,7 @@ def test_texts_depend_on_the_seed_alone():
         return torch.zeros(len(texts), count, dtype=torch.int64)
 
     for seed in (0, 0, 1):
-        passkey_recall("any", watches, BYTES, [300], depths=(0.5,), texts=2, seed=seed)
+        list(passkey_recall("any", watches, BYTES, [300], depths=(0.5,), texts=2, seed=seed))
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0][0], seen[0][1])
 
@@ -80,7 +112,7 @@ def test_a_small_model_and_its_form_in_transformers():
     texts = torch.randint(256, (2, 40))
     first = model(texts)[:, -1].argmax(-1)
     assert torch.equal(native(model)(texts, 3)[:, 0], first)
-    rows = passkey_recall("mini", native(model), BYTES, [200], depths=(0.5,), texts=2)
+    rows = list(passkey_recall("mini", native(model), BYTES, [200], depths=(0.5,), texts=2))
     assert rows[0].accuracy == 0.0
 
     class Form:
@@ -107,7 +139,7 @@ def test_what_cannot_be_measured_is_refused():
 
 
 def test_table_and_image(tmp_path):
-    rows = passkey_recall("near", reads_back(400), BYTES, [300, 600], depths=(0.0, 1.0), texts=2)
+    rows = list(passkey_recall("near", reads_back(400), BYTES, [300, 600], depths=(0.0, 1.0), texts=2))
     rows += passkey_recall("far", reads_back(9999), BYTES, [300], depths=(0.0,), texts=2)
     write_passkeys(tmp_path / "a.csv", rows)
     with (tmp_path / "a.csv").open(newline="") as file:

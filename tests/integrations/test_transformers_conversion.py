@@ -24,6 +24,7 @@ from sympow.serving import Engine
 from sympow.serving.http import ChatTemplate, Service
 from sympow.training import load_model, read_metrics
 from sympow.training.checkpoint import latest_step
+from tests.serving.conftest import Client, ask
 
 TEXT = "To be or not to be, that is the question.\n" * 40
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -95,6 +96,39 @@ def test_the_result_loads_everywhere(folder, capsys):
     tokens = torch.arange(20)[None]
     native, exported = load_model(run).model, AutoModelForCausalLM.from_pretrained(folder / "exported")
     torch.testing.assert_close(exported(tokens, use_cache=False).logits, native(tokens), rtol=0, atol=1e-5)
+
+
+def test_gated_layers_that_are_chosen_train_and_load_everywhere(folder, capsys):
+    command = ["convert", f"{folder}/hf", "--out", f"{folder}/gated", "--pattern", "power,window", "--window", "8"]
+    assert main([*command, "--keep", "gated*2", "--by", f"{folder}/text"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("layers of gated, with the divergence that the replacement of each alone gives: ")
+    config = load_model(f"{folder}/gated").model.config
+    gated = [layer for layer in range(4) if config.mixer(layer).options.get("rotation") == "none"]
+    assert [int(layer) for layer in re.findall(r"(\d+) \(", out[0])] == gated and len(gated) == 2
+    distilled = words(folder, "gated-student")
+    assert main([distilled[0], f"{folder}/gated", *distilled[2:]]) == 0
+    capsys.readouterr()
+    run = f"{folder}/gated-student"
+    student, start = load_model(run).model, load_model(f"{folder}/gated").model
+    for layer in gated:  # stage 1 trains them too
+        mixer = student.blocks[layer].mixer
+        assert mixer.gate is not None and not torch.equal(mixer.gate.weight, start.blocks[layer].mixer.gate.weight)
+    assert main(["generate", run, "--prompt", "To be", "--max-new-tokens", "9", "--temperature", "0"]) == 0
+    written = capsys.readouterr().out.rstrip("\n")
+    assert main(["export", run, "--out", f"{folder}/gated-hf"]) == 0
+    tokens = torch.arange(20)[None]
+    exported, tokenizer = AutoModelForCausalLM.from_pretrained(f"{folder}/gated-hf"), load_tokenizer(run)
+    torch.testing.assert_close(exported(tokens, use_cache=False).logits, student(tokens), rtol=0, atol=1e-5)
+    prompt = torch.from_numpy(tokenizer.encode("To be").astype("int64"))[None]
+    made = exported.generate(prompt, max_new_tokens=9, do_sample=False)[0]
+    ended = made.tolist().index(END[0]) if END[0] in made.tolist() else len(made)
+    assert tokenizer.decode(made[:ended].tolist()).rstrip("\n") == written.removesuffix("?")
+    engine = Engine(student, tokenizer, slots=2)
+    engine.start()
+    ((drawn, *_),) = ask(engine, Client(prompt[0], 9))
+    engine.close()
+    assert drawn == made[prompt.shape[1] :].tolist() or END[0] in made.tolist()
 
 
 def test_special_tokens_and_the_chat_template_go_along(folder, capsys):
@@ -217,6 +251,9 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
     [
         (["convert", "{}/hf", "--out", "{}/hf"], "exists already; give a new or an empty folder"),
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "linear"], "a pattern is made of power, window, softmax"),
+        (["convert", "{}/hf", "--out", "{}/new", "--keep", "power*2", "--by", "{}/text"], "softmax or gated, such as"),
+        (["convert", "{}/hf", "--out", "{}/new", "--keep", "9", "--by", "{}/text"], "at most 4 layers to keep"),
+        (["convert", "{}/hf", "--out", "{}/new", "--keep", "2", "--by", "{}/hf"], "is empty"),
         (["convert", "{}/bare", "--out", "{}/new"], "has no tokenizer.json"),
         (["convert", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["convert", "{}/words", "--out", "{}/new"], "words cannot be used: expected a byte-level BPE"),

@@ -1,0 +1,247 @@
+"""A corpus that trains recall: rows of prose with statements, and later in the row questions with their answers.
+
+A row has about one fact for each 250 tokens. The distance between the statement and the question of a fact is between
+64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have the tasks
+of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys, words, numbers
+and names are never those of the evaluation: the words are others, and numbers and names have other lengths. In some
+rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sympow.data import Tokenizer
+from sympow.data.corpus_folder import HELD_OUT, VOCAB_SIZE, SourceDocument, write_corpus
+from sympow.data.own_corpus import Texts
+from sympow.evaluation import passkey
+from sympow.evaluation.needles import (
+    CHAIN,
+    FACT,
+    ChainForm,
+    FactForm,
+    Prose,
+    chain_texts,
+    draw_names,
+    draw_number,
+    interleaved,
+)
+from sympow.progress import Progress
+
+ROWS = 1000
+ROW_TOKENS = 16_384
+EVERY = 250  # tokens of a row for each fact
+NEAREST = 64  # tokens between the statement and the question of a fact, about, at least
+REPEATED = 8  # one row in so many has a repeated piece of prose
+PIECE = (20, 120)  # tokens of this piece
+
+DIGITS = (4, 6, 8)  # of numbers; those of the evaluation have 5 or 7
+LETTERS = (4, 6)  # of names; those of the evaluation have 5
+KEYS = (2, 5)  # statements of a fact of the task multikey: at least, and less than
+HOPS = (1, 4)  # names after the first of a chain: at least, and less than
+TASKS = ("single", "multikey", "tracing")
+
+PASSKEY = FactForm(passkey.NEEDLE, passkey.QUESTION)
+FACTS = (
+    FACT,
+    FactForm("Remember that the {kind} of the {key} is {answer}. ", "Do you remember the {kind} of the {key}? It is"),
+    FactForm("Somebody wrote {answer} on the {key}. ", "What did somebody write on the {key}? Somebody wrote"),
+    FactForm("{key}: {answer}. ", "Look above for what belongs to this key. {key}:"),
+    FactForm("Note the {kind} {answer}, it is for the {key}. ", "Question: which {kind} is for the {key}? Answer:"),
+    FactForm(
+        "The pass key of the {key} is {answer}. Remember it. {answer} is the pass key of the {key}. ",
+        "What is the pass key of the {key}? The pass key of the {key} is",
+    ),
+)
+CHAINS = (
+    CHAIN,
+    ChainForm(
+        "The box {name} contains {value}. ",
+        "The box {name} contains what the box {before} contains. ",
+        "In which boxes is {value}? The boxes with {value} are",
+    ),
+    ChainForm("{name} = {value}. ", "{name} = {before}. ", "List all that equal {value}. These equal {value}:"),
+)
+
+_NOUNS = (
+    "acorn almond anvil apron armor badge bagel balloon bamboo banana banjo banner barley beard beaver beetle bench "
+    "berry biscuit blossom bonnet boulder bracelet branch brick broom brush bubble buckle buffalo bullet bundle "
+    "cabbage cabin cactus cage candy canoe carriage carrot cattle celery cellar cello chalk chapel cheese chestnut "
+    "chimney clarinet clover cobweb coconut collar comet compass coral cottage cricket crown cucumber "
+    "cushion daisy deer dolphin donkey dough drum duck easel elbow elephant falcon faucet fence fern ferry flag flask "
+    "flute fossil fox freckle frog galaxy garlic gazelle geyser giraffe glove goat goblet grape gravel guitar gull "
+    "hamster hazel hedge helm herring hinge hornet igloo iris jar jasmine jelly jewel kayak kernel kite koala lagoon "
+    "lake lamb lark lavender leaf leopard lettuce lime lobster locket lotus magnet maple mask mattress melon mint "
+    "mitten moose moss moth muffin mushroom napkin nectar nest nutmeg oak oar oasis olive onion otter owl oyster panda "
+    "panther parcel parsley peach peacock pearl pebble pelican penguin piano pigeon pine plum pony poppy porch potato "
+    "pretzel puzzle quilt raccoon radish raven reed rooster rope ruby saffron sandal scarf seal shell shovel sieve "
+    "spoon squirrel stool stove swan tambourine teapot thimble thistle toast tomato torch trumpet tulip turnip "
+    "umbrella vase wagon walrus wheat wheel zipper"
+)
+_COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purple red scarlet teal white"
+WORDS = tuple(_NOUNS.split())
+_VERSION = "needles-1"  # of the rules in this file; change it if they make other rows
+
+
+class _Fact(NamedTuple):
+    """Holds the sentences of a fact in their order, and its question with the answer."""
+
+    statements: list[str]
+    question: str
+
+
+def build_needle_corpus(
+    out: str | os.PathLike[str],
+    texts: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    rows: int = ROWS,
+    row_tokens: int = ROW_TOKENS,
+    seed: int = 0,
+    progress: bool = False,
+    remark: Callable[[str], object] | None = None,
+) -> dict[str, Any]:
+    """Writes rows that train recall as a corpus into the folder `out`, or continues, as `write_corpus` does.
+
+    A twentieth as many rows are held out, at least one. Their prose is from other documents than that of the rows for
+    training.
+
+    Args:
+        out: the folder: a new one, or one that an earlier call with the same arguments started.
+        texts: the file or the folder with the prose, see `find_texts`.
+        tokenizer: the tokenizer of the model to train.
+        rows: the number of rows for training.
+        row_tokens: the number of tokens in a row.
+        seed: of facts and places.
+        progress: whether to show the progress on stderr, see `Progress`.
+        remark: called with each line on what is left out of the folder of texts.
+
+    Returns the content of `corpus.json`. Raises the errors of `write_corpus`, `find_texts` and `needle_row`, and
+    ValueError for numbers out of range.
+    """
+    if rows < 1 or seed < 0:
+        raise ValueError(f"expected at least one row and a seed of at least 0; got {rows} and {seed}")
+    settings = {"version": _VERSION, "row_tokens": row_tokens, "rows": rows, "seed": seed}
+    settings |= {"words": {"tokenizer": tokenizer.fingerprint}}
+
+    def open_source(_: Path) -> _Rows:
+        prose = Texts(texts, "file", (), "text", progress, remark or (lambda line: None))
+        return _Rows(prose, tokenizer, rows, row_tokens, seed, progress)
+
+    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+
+
+def needle_row(prose: Prose, tokenizer: Tokenizer, row_tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """Makes a row of `row_tokens` tokens, int64 1-D.
+
+    Facts take at most half of the row, so that a tokenizer with many tokens a word gets fewer of them.
+
+    Raises ValueError if no fact fits.
+    """
+    start = np.array(tokenizer.start, dtype=np.int64)
+    texts: list[tuple[float, np.ndarray]] = []
+    room = row_tokens // 2 - len(start)
+    nouns = [WORDS[i] for i in rng.permutation(len(WORDS))]
+    half = len(nouns) // 2
+    phrases = [*nouns[:half], *(f"{color} {noun}" for color in _COLORS.split() for noun in nouns[:half])]
+    keys = [phrases[i] for i in rng.permutation(len(phrases))]
+    for number in range(max(1, row_tokens // EVERY)):
+        if len(keys) < KEYS[1]:
+            break
+        fact = _passkey(rng) if number == 0 else _fact(rng, keys, nouns[half:])
+        encoded = [tokenizer.encode(text).astype(np.int64) for text in (*fact.statements, fact.question)]
+        if sum(map(len, encoded)) > room:
+            if not texts:
+                least = 2 * (row_tokens // 2 + sum(map(len, encoded)) - room)
+                raise ValueError(f"expected rows of at least {least} tokens, in which a fact fits; got {row_tokens}")
+            break
+        room -= sum(map(len, encoded))
+        texts += zip(_places(rng, len(encoded), row_tokens), encoded, strict=True)
+    left = row_tokens - len(start) - sum(len(tokens) for _, tokens in texts)
+    sentences = _repeated(prose, left, rng) if rng.integers(REPEATED) == 0 else prose.cut(left, rng)
+    last = 1 - len(sentences[-1]) / left  # the end of the row is prose
+    pieces, _ = interleaved(sentences, [(place * last, tokens) for place, tokens in texts])
+    return np.concatenate([start, *pieces])
+
+
+def _places(rng: np.random.Generator, count: int, row_tokens: int) -> list[float]:
+    """Returns the places of the statements of a fact, evenly spaced, and of its question."""
+    distance = float(np.exp(rng.uniform(np.log(min(NEAREST, row_tokens)), np.log(row_tokens)))) / row_tokens
+    first = rng.uniform(0, 1 - distance)
+    return np.linspace(first, first + distance, count).tolist()
+
+
+def _passkey(rng: np.random.Generator) -> _Fact:
+    value = draw_number(rng, int(rng.choice(DIGITS)))
+    return _Fact([PASSKEY.statement.format(key=value)], f"{PASSKEY.question} {value}. ")
+
+
+def _fact(rng: np.random.Generator, keys: list[str], words: Sequence[str]) -> _Fact:
+    """Draws a fact of a task. Its keys are taken out of the list."""
+    task, of_digits = TASKS[rng.integers(len(TASKS))], bool(rng.integers(2))
+
+    def value() -> str:
+        return draw_number(rng, int(rng.choice(DIGITS))) if of_digits else str(rng.choice(words))
+
+    if task == "tracing":
+        names, shared = draw_names(rng, 1 + int(rng.integers(*HOPS)), int(rng.choice(LETTERS))), value()
+        statements, question = chain_texts(CHAINS[rng.integers(len(CHAINS))], names, shared)
+        return _Fact(statements, f"{question} {', '.join(names)}. ")
+    form = FACTS[rng.integers(len(FACTS))]
+    count = 1 if task == "single" else int(rng.integers(*KEYS))
+    facts = [{"kind": "number" if of_digits else "word", "key": keys.pop(), "answer": value()} for _ in range(count)]
+    asked = facts[rng.integers(count)]
+    statements = [form.statement.format(**fact) for fact in facts]
+    return _Fact(statements, f"{form.question.format(**asked)} {asked['answer']}. ")
+
+
+def _repeated(prose: Prose, room: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Returns the sentences of a short piece, repeated to `room` tokens; the first may be a part of the piece."""
+    piece = prose.cut(min(room, int(rng.integers(*PIECE))), rng)
+    whole = np.concatenate(piece)
+    times, rest = divmod(room, len(whole))
+    return [*([whole[len(whole) - rest :]] if rest else []), *piece * times]
+
+
+class _Rows:
+    """Gives rows as the documents of a corpus. Their prose is that of a source of texts."""
+
+    def __init__(self, texts: Texts, tokenizer: Tokenizer, rows: int, row_tokens: int, seed: int, progress: bool):
+        self._texts, self._tokenizer, self._progress = texts, tokenizer, progress
+        self._rows, self._row_tokens, self._seed = rows, row_tokens, seed
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self._texts.sizes
+
+    def survey(self) -> str:
+        return self._texts.survey()
+
+    def plan(self) -> list[SourceDocument]:
+        size = 2 * self._row_tokens  # bytes of the tokens
+        counts = (self._rows, False), (max(1, round(HELD_OUT * self._rows)), True)
+        return [
+            SourceDocument(f"{'heldout' if held_out else 'train'}/{number}", (), size, held_out)
+            for count, held_out in counts
+            for number in range(count)
+        ]
+
+    def sample(self, files: Collection[str]) -> Iterator[str]:
+        return self._texts.sample(files)
+
+    def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, np.ndarray]]:
+        found: dict[bool, list[str]] = {False: [], True: []}
+        for document, text in self._texts.texts(self._texts.plan(), 0):
+            found[document.held_out].append(text)
+        prose = {held_out: Prose(self._tokenizer, "\n\n".join(parts)) for held_out, parts in found.items()}
+        with Progress("making rows", "row", total=len(documents), done=start, quiet=not self._progress) as progress:
+            for document in documents[start:]:
+                number = int(document.directory.partition("/")[2])
+                rng = np.random.default_rng([self._seed, document.held_out, number])
+                yield document, needle_row(prose[document.held_out], self._tokenizer, self._row_tokens, rng)
+                progress.advance()
