@@ -193,6 +193,7 @@ def test_the_command(sources, tmp_path, capsys):
         assert main([*words, *more]) == 2
         error = capsys.readouterr().err
         assert line in error and error.count("\n") == 1, error
+    assert not list(tmp_path.glob("*.partial"))
     assert main(["needle-corpus", f"{tmp_path}/nothing", *words[2:], "--out", f"{tmp_path}/x"]) == 2
     assert "text corpus does not exist" in capsys.readouterr().err
     assert main(["needle-corpus", f"{tmp_path}/empty.txt", *words[2:], "--out", f"{tmp_path}/y"]) == 2
