@@ -126,6 +126,9 @@ def build_needle_corpus(
     """
     if rows < 1 or seed < 0:
         raise ValueError(f"expected at least one row and a seed of at least 0; got {rows} and {seed}")
+    filler = Prose(tokenizer)
+    for number in range(min(rows, 8)):  # so that rows which are too short leave no unfinished folder
+        needle_row(filler, tokenizer, row_tokens, np.random.default_rng([seed, 0, number]))
     settings = {"version": _VERSION, "row_tokens": row_tokens, "rows": rows, "seed": seed}
     settings |= {"words": {"tokenizer": tokenizer.fingerprint}}
 

@@ -135,9 +135,8 @@ def test_the_losses_are_their_formulas():
 def windowed(folder, stages: DistillationConfig, pattern: str = "window,power,gated", window: int = 12, **run):
     """Distills a model with windows; returns its metrics, and the windows in every pass of a step, with its stage."""
     config, batches, _ = job(stages, **run)
-    execution = run.pop("execution", config.execution)
     student, seen = swap_mixers(teacher(), pattern, window=window), []
-    config = dataclasses.replace(config, model=student.config, execution=execution)
+    config = dataclasses.replace(config, model=student.config)
 
     class Watched(Distillation):
         def loss_sum(self, model, rows, step):
@@ -173,6 +172,18 @@ def test_windows_are_narrow_in_a_share_of_the_steps(tmp_path, monkeypatch):
     model = load_model(tmp_path / "always").model
     assert model.blocks[0].mixer.window == 12  # of evaluations and checkpoints
     assert model.config.mixer(0).options["window"] == 12
+
+
+def test_a_run_with_narrow_windows_that_is_killed_ends_in_the_same_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr("sympow.conversion.distillation.NARROW", 2)
+    whole, _ = windowed(tmp_path / "whole", STAGES, keep_checkpoints=9)
+    for stop in (4, 6):
+        shutil.copytree(tmp_path / "whole", tmp_path / str(stop))
+        for file in list_checkpoints(tmp_path / str(stop)):
+            if int(file.stem.split("-")[1]) > stop:
+                file.unlink()
+        again, _ = windowed(tmp_path / str(stop), STAGES, keep_checkpoints=9)
+        assert timeless(again) == timeless(whole)
 
 
 def test_losses_and_gradients_of_narrow_windows_are_those_of_a_model_with_such_windows():
