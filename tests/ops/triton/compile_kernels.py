@@ -53,7 +53,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"
 
 
 # ptxas of CUDA 12.8 loses the address of an operand of a product in shared memory where another operand, in another
-# layout, has been at the same place before. It then reads the stack pointer, or a uniform register that nothing has set.
+# layout, has been at the same place before. It then reads the stack pointer, or a uniform register that is not set.
 # Right code loads the stack pointer, moves it, and addresses memory by it.
 STACK_POINTER = re.compile(r"\bR1\b")
 OF_THE_STACK = re.compile(r"LDC R1,|R1, R1,|\[R1\b")
