@@ -390,12 +390,10 @@ def solve_pass(
                 r *= _decay(high_n[None, :], low_n[None, :], high_n[:, None], low_n[:, None])
         else:
             acc -= found
-            # This brings r into registers, as decays do. As an operand in shared memory it would let updates take the
-            # place of `scaled` there, in another layout. For operands of two layouts at one place, ptxas of CUDA 12.8
-            # loses the address and reads the stack pointer instead, see `compile_kernels.py` in the tests.
-            r *= tl.load(beta + row + t * G, mask=valid, other=0.0)[None, :]
-        scaled = acc * scale[:, None] if GATED else acc
-        acc -= tl.dot(r, scaled, input_precision="ieee" if PRECISION == "ieee" else "tf32")
+        # The sign brings r into registers, as decays do, and the product is no number that was loaded. So both are kept
+        # in shared memory at the same place one after the other, and neither where keys or updates are kept, see
+        # `compile_kernels.py` in the tests.
+        acc = tl.dot(-r, acc * scale[:, None], acc, input_precision="ieee" if PRECISION == "ieee" else "tf32")
         u = acc * scale[:, None]
         if m + 1 < BLOCKS:
             keys += (x,)

@@ -5,7 +5,7 @@ limit on spilled registers holds for each; for an AMD GPU one launch of each ker
 {kernel, key_dim, tiles, stack, registers, code}: TILES, if the kernel has such; of a thread, the bytes of local memory
 that it spills to and its registers, null where the toolchain does not tell; and 12 hex digits of its machine code
 without names, so that a comparison of two records shows whether a move of files or names changed any instruction.
-Raises RuntimeError if code for NVIDIA reads the stack pointer as a number.
+Raises RuntimeError if code for NVIDIA reads the stack pointer as a number, or a uniform register that is not set.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"
          torch.int64: "*i64"}  # fmt: skip
 
 
-# ptxas of CUDA 12.8 reads the stack pointer where it has lost a value, for example the address of an operand in shared
-# memory. Right code loads the pointer, moves it, and addresses memory by it.
+# ptxas of CUDA 12.8 loses the address of an operand of a product in shared memory where another operand, in another
+# layout, has been at the same place before. It then reads the stack pointer, or a uniform register that is not set.
+# Right code loads the stack pointer, moves it, and addresses memory by it.
 STACK_POINTER = re.compile(r"\bR1\b")
 OF_THE_STACK = re.compile(r"LDC R1,|R1, R1,|\[R1\b")
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+ )?(\S+) (.*?) *;")
+COPY = re.compile(r"U?MOV|IMAD\.(U32|MOV)")  # a copy may save a register that is not used
 
 
 @contextmanager
@@ -191,7 +194,7 @@ def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
         value = bound[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value in (False, True)):
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and (value is False or value == 1)):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         if isinstance(value, TensorDescriptor):
@@ -214,13 +217,34 @@ def resources(compiled) -> dict[str, int | str | None]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, code = (dumped(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
-    for line in code.splitlines():
-        if STACK_POINTER.search(line) and not OF_THE_STACK.search(line):
-            name = compiled.metadata.name
-            raise RuntimeError(f"expected {name} to use R1 as the stack pointer, got the instruction {line.strip()}")
+    lost = lost_values(code)
+    if lost:
+        raise RuntimeError(f"expected {compiled.metadata.name} to read registers that it sets, got {lost}")
     sizes = {"stack": r"STACK:(\d+)", "registers": r"REG:(\d+)"}
     found = {name: int(re.search(pattern, usage)[1]) for name, pattern in sizes.items()}
     return found | {"code": digits(compiled, code)}
+
+
+def lost_values(code: str) -> list[str]:
+    """Returns the instructions, in the text of cuobjdump, that read the stack pointer as a number, or a uniform
+    register that no instruction before them has set."""
+    known: set[int] = set()
+    lost = []
+    for match in filter(None, map(INSTRUCTION.match, code.splitlines())):
+        name, operands = match[1], match[2].split(", ")
+        targets = operands[: 2 if re.fullmatch(r"U?P(T|\d)", operands[0]) else 1]
+        target = re.fullmatch(r"UR(\d+)", targets[-1])
+        read = {int(x) for x in re.findall(r"\bUR(\d+)", ", ".join(operands[len(targets) if target else 0 :]))}
+        if name.startswith("HGMMA"):  # descriptors of both operands; of the second one, if the first is in registers
+            read = {first + n for first in read for n in range(0 if operands[1].startswith("gdesc") else 2, 4)}
+        unset, copies = not read <= known, COPY.match(name)
+        stack = STACK_POINTER.search(match[0]) and not OF_THE_STACK.search(match[0])
+        if stack or (unset and not copies):
+            lost.append(f"{name} {match[2]}")
+        if target and not (unset and copies):
+            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+            known |= set(range(int(target[1]), int(target[1]) + width))
+    return lost
 
 
 def dumped(option: str, file: str) -> str:
@@ -255,6 +279,8 @@ def main() -> None:
             others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
         launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
+    if hopper:
+        launches += [(16, *launch) for launch in delta_launches(16, hopper)]
     for p, key_dim in ((2, 64), (3, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in launches_of_one_token(key_dim, p)]
     launches += [(0, *launch) for launch in block_launches()]

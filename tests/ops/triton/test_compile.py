@@ -6,6 +6,7 @@ import pytest
 
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 compile_record = pytest.importorskip("tests.ops.triton.compile_record", reason="needs triton")
+compile_kernels = pytest.importorskip("tests.ops.triton.compile_kernels", reason="needs triton")
 # Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops, the
 # most of the delta rule's `block_corrections` and `solve_pass` for K = 128.
 MOST_SPILLED = 192
@@ -34,3 +35,35 @@ def test_kernels_compile(target):
         assert registers and max(registers) <= plan.THREE_PROGRAMS
     spilled = [row for row in results if (row["stack"] or 0) > MOST_SPILLED]
     assert not spilled
+
+
+def code(*instructions: str) -> str:
+    """Text of cuobjdump."""
+    return "".join(f"        /*{16 * n:04x}*/    {x} ;    /* 0x0 */\n" for n, x in enumerate(instructions))
+
+
+RIGHT = {
+    "an address": ("UMOV UR6, 0x400", "UMOV UR7, 0x80000020", "HGMMA.64x32x8.F32.TF32 R24, R40, gdesc[UR4], RZ, !UPT"),
+    "two addresses": ("ULDC.64 UR4, c[0x0][0x210]", "ULDC.64 UR6, c[0x0][0x218]", "HGMMA R24, gdesc[UR4], RZ, !UPT"),
+    "a saved register": ("MOV R193, UR41", "R2UR UR41, R193"),
+    "a carry": ("UMOV UR4, URZ", "UIADD3 UR6, UP0, UR4, 0x40, URZ", "UIADD3.X UR7, UR4, URZ, URZ, UP0, !UPT"),
+    "the stack": ("LDC R1, c[0x0][0x28]", "IADD3 R1, R1, -0x8, RZ", "STL [R1+0x4], R6"),
+}  # fmt: skip
+WRONG = {
+    "an address": ("UMOV UR7, 0x80000020", "HGMMA.64x32x8.F32.TF32 R24, R40, gdesc[UR4], RZ, !UPT"),
+    "a copied address": ("UMOV UR6, UR8", "UMOV UR7, 0x20", "HGMMA.64x32x8.F32.TF32 R24, R40, gdesc[UR4], RZ, !UPT"),
+    "two addresses": ("ULDC.64 UR6, c[0x0][0x218]", "HGMMA R24, gdesc[UR4], RZ, !UPT"),
+    "a step": ("UMOV UR14, 0x400", "UIADD3 UR18, UP0, UR18, 0x40, URZ"),
+    "a carry": ("UMOV UR4, URZ", "UIADD3.X UR7, UR5, URZ, URZ, UP0, !UPT"),
+    "the stack": ("LDC R1, c[0x0][0x28]", "IADD3 R4, R1, 0x40, RZ"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_values_that_are_set(name):
+    assert not compile_kernels.lost_values(code(*RIGHT[name]))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_lost_values(name):
+    assert compile_kernels.lost_values(code(*WRONG[name])) == [WRONG[name][-1]]
