@@ -29,6 +29,8 @@ from sympow.ops.memory import check_memory
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
+# Of compiled parts: each kind of layer, with and without gradients, of a model and its teacher, and at two lengths.
+GRAPHS = 64
 _MODULE_BYTES = 2_000  # of Python's objects for a module, without its weights, at least
 
 
@@ -234,9 +236,15 @@ class LanguageModel(nn.Module):
     def compile_parts(self, **options: Any) -> None:
         """Runs every block, the norms around the blocks and the losses through torch.compile, each as one graph.
 
+        It raises torch's limit of graphs for one function to `GRAPHS`, because all parts count as one function. Parts
+        beyond the limit would run without being compiled.
+
         Args:
             options: the keywords of torch.compile.
         """
+        import torch._dynamo.config as limits  # torch.compile loads it too
+
+        limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
         for part in (*self.blocks, *self._norms(), self.cross_entropy, self.divergence):
             part.compile(**options)
 

@@ -61,3 +61,18 @@ def test_a_model_without_kernels_is_one_graph():
             tokens = torch.randint(29, (1, time))
             torch.testing.assert_close(compiled(tokens), model(tokens))
     torch.compiler.reset()
+
+
+def test_many_kinds_of_layers_are_all_compiled():
+    """Torch compiles a function for few kinds of layers only, and runs it as it is for the others."""
+    mixers = tuple(MixerConfig("window", {"window": size}) for size in range(3, 9))
+    model = LanguageModel(ModelConfig(11, 16, len(mixers), 2, mixers, body="llama"), seed=0)
+    tokens = torch.randint(11, (1, 20), generator=torch.Generator().manual_seed(0))
+    expected = model.loss_sum(tokens, tokens)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model.compile_parts(backend="eager", fullgraph=True)
+        torch.testing.assert_close(model.loss_sum(tokens, tokens), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(model.loss_sum(tokens, tokens), expected)
+    torch.compiler.reset()
