@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.measure import read, write
 from benchmarks.context_scaling.data import Documents, name_of, read_documents
 from benchmarks.context_scaling.grid import SCALES
-from benchmarks.measure import read, write
 from sympow.evaluation import count_bigrams
 
 WINDOW = 32

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.measure import gpu_peak_extra_bytes, measured, milliseconds, options, peak_extra_bytes, write
 from benchmarks.decoding_gpu import copy_call
-from benchmarks.measure import gpu_peak_extra_bytes, measured, milliseconds, options, peak_extra_bytes, write
 from benchmarks.state_dtype import room
 from sympow.models import LanguageModel, ModelState
 from sympow.models.generation import sample

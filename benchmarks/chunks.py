@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import FORMS, Case, make_inputs
-from benchmarks.measure import graphed, kernel_milliseconds, measured, milliseconds, options, write
+from benchmarks.common.cases import FORMS, Case, make_inputs
+from benchmarks.common.measure import graphed, kernel_milliseconds, measured, milliseconds, options, write
 from benchmarks.ops import GRAPHED, MODES, check, chunk_size, expected, power_call
 from benchmarks.tables import chunks_table
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import CASES, Case, make_inputs
-from benchmarks.measure import measured, milliseconds, options, write
+from benchmarks.common.cases import CASES, Case, make_inputs
+from benchmarks.common.measure import measured, milliseconds, options, write
 from benchmarks.ops import MODES, power_call
 
 HERE = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import commit, processor, write
+from benchmarks.common.measure import commit, processor, write
 from sympow.models import Context, ContextError, LanguageModel, ModelConfig, load_context, save_context
 
 READ = 43  # tokens of the file that is damaged

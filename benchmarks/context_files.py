@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measure import measured, write
+from benchmarks.common.measure import measured, write
 from sympow.data import open_corpus
 from sympow.layers.state_file import STATE_DTYPES
 from sympow.models import Context, LanguageModel, load_context, save_context

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.measure import commit, processor, write
+from benchmarks.common.measure import commit, processor, write
 from sympow.data import open_corpus
 from sympow.models import Context, generate, load_context, save_context
 from sympow.progress import Progress

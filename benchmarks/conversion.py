@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversion_report import PAGE, RESULTS, read_rows, write_report
-from benchmarks.measure import commit, processor, write
+from benchmarks.common.measure import commit, processor, write
+from benchmarks.pages.conversion_report import PAGE, RESULTS, read_rows, write_report
 from sympow.conversion.distillation import load_teacher
 from sympow.data import Tokenizer, open_corpus
 from sympow.evaluation import context_losses
@@ -167,7 +167,7 @@ def main() -> None:
     commands.add_parser("report", help="write docs/results/conversion.md and its figures")
     options = parser.parse_args()
     if options.command == "report":
-        from benchmarks.conversion_figures import draw_figures
+        from benchmarks.pages.conversion_figures import draw_figures
 
         print(write_report(), *draw_figures(read_rows(), PAGE.with_suffix("")), sep="\n")
         return

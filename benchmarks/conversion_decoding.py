@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.common.measure import commit, options, processor, write
 from sympow.conversion.swap import parse_pattern, swap_mixers
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import decoding_gpu
-from benchmarks.measure import measured, options, write
+from benchmarks.common.measure import measured, options, write
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 from sympow.models.slots import Slots

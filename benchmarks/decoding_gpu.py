@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cases import DTYPES, Case, make_inputs
-from benchmarks.measure import graphed, measured, milliseconds
+from benchmarks.common.cases import DTYPES, Case, make_inputs
+from benchmarks.common.measure import graphed, measured, milliseconds
 from benchmarks.ops import bound
 from sympow.ops import DecodingState, power_attention, power_attention_step, reference
 

@@ -13,9 +13,9 @@ from multiprocessing import get_context
 
 import torch
 
-from benchmarks.cases import DTYPES, Case
+from benchmarks.common.cases import DTYPES, Case
+from benchmarks.common.measure import graphed, measured, milliseconds, options, write
 from benchmarks.decoding_gpu import CASES, Step, checked_error, copy_call, states_in_turn, tokens, turn
-from benchmarks.measure import graphed, measured, milliseconds, options, write
 from sympow.ops import DecodingState, PowerState, power_attention_step
 from sympow.ops.triton import plan
 from sympow.ops.triton.plan import DecodingLimits

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import commit, processor, write
+from benchmarks.common.measure import commit, processor, write
 from sympow.recipes import load_recipe
 
 MIXERS = ("power", "softmax")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import commit, processor, write
+from benchmarks.common.measure import commit, processor, write
 
 TASKS = Path(__file__).parent / "harness_tasks"
 

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.common.measure import commit, options, processor, write
 from sympow.integrations.transformers import SympowConfig
 from sympow.integrations.transformers.folders import from_native
 from sympow.models import LanguageModel, generate, preset

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.measure import read, write
 from benchmarks.context_scaling import cost, found
 from benchmarks.context_scaling.data import name_of, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
-from benchmarks.measure import read, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 from sympow.sweeps import Estimates, run_jobs

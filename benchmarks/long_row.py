@@ -1,10 +1,10 @@
 """Measures a row of a million tokens on one GPU, forward and backward, and its loss by position.
 
-A small model is first trained on shorter rows of Markov chains (`benchmarks.chains`), each row with another chain. So
-the curve of the loss has a meaning: it falls while the model reads the transitions of the row, and rises if its memory
-or its rotation fails beyond the length of training. Then the long row is computed; every block is recomputed in the
-backward. A training that was stopped continues. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.csv and
-.png.
+A small model is first trained on shorter rows of Markov chains (`benchmarks.common.chains`), each row with another
+chain. So the curve of the loss has a meaning: it falls while the model reads the transitions of the row, and rises if
+its memory or its rotation fails beyond the length of training. Then the long row is computed; every block is recomputed
+in the backward. A training that was stopped continues. `python -m benchmarks.long_row --out DIR` writes
+DIR/long_row.csv and .png.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.chains import Chains, options
-from benchmarks.measure import measured, write
+from benchmarks.common.chains import Chains, options
+from benchmarks.common.measure import measured, write
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, load_model, train

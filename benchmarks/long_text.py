@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common.measure import measured, read, write
 from benchmarks.context_scaling.data import name_of, read_data
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.work import fast_attention
-from benchmarks.measure import measured, read, write
 from sympow.data import Batches, Corpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
 from sympow.models import LanguageModel

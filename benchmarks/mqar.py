@@ -16,7 +16,7 @@ from shutil import copyfile
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import measured
+from benchmarks.common.measure import measured
 from sympow.recall import RecallConfig, Sweep, run_sweep, summary
 from sympow.recall.results import Row, chosen, group, read_rows
 from sympow.recall.sweep import EXECUTORS, RESULTS, collect, keep

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.cases import CASES, DTYPES, Case, make_inputs
-from benchmarks.measure import (
+from benchmarks.common.cases import CASES, DTYPES, Case, make_inputs
+from benchmarks.common.measure import (
     gpu_peak_extra_bytes,
     graphed,
     measured,
@@ -32,7 +32,7 @@ from benchmarks.measure import (
     read,
     write,
 )
-from benchmarks.peers import PEERS, supports
+from benchmarks.common.peers import PEERS, supports
 from sympow.ops import power_attention
 from sympow.ops.eager import default_chunk_size
 
@@ -150,7 +150,7 @@ def cold_start(case: Case) -> float:
     """Returns seconds of a first forward and backward on a GPU, with no kernel compiled before."""
     code = f"""
 import time, torch
-from benchmarks.cases import Case, make_inputs
+from benchmarks.common.cases import Case, make_inputs
 from benchmarks.ops import MODES, power_call
 case = {replace(case, B=1)!r}
 inputs = make_inputs(case, "cuda")

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.measure import measured, milliseconds, options, write
 from benchmarks.context_scaling.data import Documents, make_batches, read_data
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
-from benchmarks.measure import measured, milliseconds, options, write
 from sympow.data import Batches
 from sympow.layers import power
 from sympow.models import LanguageModel

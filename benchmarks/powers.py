@@ -17,11 +17,11 @@ from functools import partial
 
 from torch import Tensor
 
-from benchmarks.cases import Case, make_inputs
 from benchmarks.chunks import IMPL, by_pass, compile_kernels
-from benchmarks.measure import kernel_milliseconds, measured, milliseconds, options, write
+from benchmarks.common.cases import Case, make_inputs
+from benchmarks.common.measure import kernel_milliseconds, measured, milliseconds, options, write
+from benchmarks.common.peers import PEERS
 from benchmarks.ops import MODES, bound, check, chunk_size, expected, power_call
-from benchmarks.peers import PEERS
 
 SHAPES = "3,32,32,8;4,16,16,8;3,32,64,2;4,24,64,2"  # p, K, V, B
 COMPARED = 4  # results of a call that are compared: output and gradients of q, k and v

@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.hostile_requests import NO_HTTP, hostile_requests
-from benchmarks.measure import measured, options, write
-from benchmarks.server_process import NAME, Server, Streamed
+from benchmarks.common.hostile_requests import NO_HTTP, hostile_requests
+from benchmarks.common.measure import measured, options, write
+from benchmarks.common.server_process import NAME, Server, Streamed
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_checkpoint

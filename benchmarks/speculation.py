@@ -15,7 +15,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.common.measure import commit, options, processor, write
 from sympow.data import open_corpus
 from sympow.models import Drafts, Generation, ModelDrafts, NgramDrafts, generate
 from sympow.progress import Progress

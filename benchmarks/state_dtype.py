@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.measure import measured, options, write
+from benchmarks.common.measure import measured, options, write
 from sympow.data import open_corpus
 from sympow.evaluation.context_loss import Documents
 from sympow.layers.state import narrowed

@@ -2,8 +2,8 @@
 lists the results whose code has changed since they were measured.
 
 A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results, or
-one of `benchmarks.context_tables`. A line below it names the files whose code has changed since. This line alone is
-between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages whose tables other programs write.
+one of `benchmarks.pages.context_tables`. A line below it names the files whose code has changed since. This line alone
+is between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages whose tables other programs write.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks import context_tables
-from benchmarks.code_hash import PARTS, code_hash
-from benchmarks.learning_tables import learning_table
-from benchmarks.measure import read
-from benchmarks.mqar_tables import (
+from benchmarks.common.code_hash import PARTS, code_hash
+from benchmarks.common.measure import read
+from benchmarks.pages import context_tables
+from benchmarks.pages.learning_tables import learning_table
+from benchmarks.pages.mqar_tables import (
     convolutions_table,
     deep_table,
     equal_state_table,
@@ -27,8 +27,8 @@ from benchmarks.mqar_tables import (
     seeds_table,
     widths_table,
 )
-from benchmarks.prose import wrapped
-from benchmarks.serving_tables import load_table, serving_table
+from benchmarks.pages.prose import wrapped
+from benchmarks.pages.serving_tables import load_table, serving_table
 from sympow.recall.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent

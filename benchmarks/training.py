@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import csv_file, measured, read, write
+from benchmarks.common.measure import csv_file, measured, read, write
 from sympow.cli.options import positive
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset

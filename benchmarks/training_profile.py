@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import measured, write
+from benchmarks.common.measure import measured, write
 from benchmarks.training import MIXERS, Shape, attention
 from sympow.models import LanguageModel
 from sympow.training.optimizer import make_optimizer

@@ -1,7 +1,7 @@
 """Compares training on several ranks with training on one rank. The same run is done on one rank, on several ranks that
 share every row, and on one rank that continues from the middle of the latter. A run on one rank that computes its rows
-in two halves shows the effect of rounding alone. Rows are Markov chains (`benchmarks.chains`), or with --text pieces of
-Python's standard library in bytes.
+in two halves shows the effect of rounding alone. Rows are Markov chains (`benchmarks.common.chains`), or with --text
+pieces of Python's standard library in bytes.
 
     python -m benchmarks.training_ranks --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.chains import Chains, options
-from benchmarks.measure import measured, write
+from benchmarks.common.chains import Chains, options
+from benchmarks.common.measure import measured, write
 from benchmarks.training import world_size
 from sympow.data import Batches, ByteTokenizer, DataConfig, open_corpus
 from sympow.models import MixerConfig, preset

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import measured
+from benchmarks.common.measure import measured
 from sympow.recall import write_results
 
 LEAST = 0.99

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.code_hash import code_hash
+from benchmarks.common.code_hash import code_hash
 
 COMMITTED = Path(__file__).with_name("gpu_passed.csv")
 RECORD = COMMITTED.parent.parent / "build" / "gpu_passed_tests.csv"

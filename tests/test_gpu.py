@@ -3,7 +3,7 @@
 import csv
 import subprocess
 
-from benchmarks.code_hash import code_hash
+from benchmarks.common.code_hash import code_hash
 from tests import gpu
 
 

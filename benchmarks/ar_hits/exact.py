@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.ar_hits import brute_force
-from benchmarks.measure import commit, processor
+from benchmarks.common.measure import commit, processor
 from sympow.data import TokenCorpus
 from sympow.data.zarr_corpus import ZarrCorpus
 from sympow.evaluation import HitLosses, choose_rows, count_bigrams, hit_losses

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.context_scaling.paired import interval
-from benchmarks.prose import wrapped
+from benchmarks.pages.prose import wrapped
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
 from sympow.evaluation.plot import COLOURS, MARKERS
 from sympow.recall.results import group

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.common.measure import commit, processor
 from benchmarks.context_scaling.data import Documents, read_data
 from benchmarks.context_scaling.work import choose_gpu, fast_attention, not_compiled
-from benchmarks.measure import commit, processor
 from sympow.data import Batches
 from sympow.evaluation import BigramCounts, HitLosses, count_bigrams, hit_losses
 from sympow.evaluation.ar_hits import FREQUENT, PARTS

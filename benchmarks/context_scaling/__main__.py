@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.bigram import not_learned
+from benchmarks.common.measure import measured
 from benchmarks.context_scaling import speed, tables
 from benchmarks.context_scaling.found import Found, read_table
 from benchmarks.context_scaling.grid import SCALES
 from benchmarks.context_scaling.studies import STUDIES
-from benchmarks.measure import measured
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 from sympow.training.step import resolve_device

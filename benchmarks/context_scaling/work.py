@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.code_hash import PARTS, code_hash
+from benchmarks.common.code_hash import PARTS, code_hash
+from benchmarks.common.measure import commit, processor
 from benchmarks.context_scaling.data import Documents, make_batches, name_of, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.measures import by_position, contexts_of, gain, measure, some_of
 from benchmarks.context_use import LENGTHS, context_use
-from benchmarks.measure import commit, processor
 from sympow.data import Corpus
 from sympow.evaluation import BigramCounts, ContextLosses, count_bigrams
 from sympow.models import LanguageModel

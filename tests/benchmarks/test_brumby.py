@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import brumby, tables
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 from sympow.integrations.transformers.power_models import power_config
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn

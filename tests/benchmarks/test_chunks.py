@@ -9,8 +9,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks import chunks, tables
-from benchmarks.cases import FORMS, Case
-from benchmarks.measure import kernel_milliseconds, read
+from benchmarks.common.cases import FORMS, Case
+from benchmarks.common.measure import kernel_milliseconds, read
 from sympow.ops.triton import gradients, output, states
 from sympow.ops.triton.hopper import key_gradient, query_gradient
 from sympow.ops.triton.hopper import output as hopper_output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import code_hash
+from benchmarks.common import code_hash
 
 FILES = {
     "sympow/ops/a.py": '"""Adds."""\nfrom sympow.ops.b import two  # of b\n\nx = two + 1\n',

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare
-from benchmarks.cases import Case
+from benchmarks.common.cases import Case
 
 
 def test_a_version_is_that_of_its_folder(tmp_path):

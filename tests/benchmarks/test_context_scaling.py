@@ -13,13 +13,13 @@ import torch
 import zarr
 
 from benchmarks import bigram, subset
+from benchmarks.common.measure import read
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import cost, speed, work
 from benchmarks.context_scaling.data import make_batches, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, Run
 from benchmarks.context_scaling.measures import contexts_of, gain
 from benchmarks.context_scaling.studies import STUDIES, grid
-from benchmarks.measure import read
 from sympow.data.zarr_corpus import ZarrCorpus
 from sympow.training import NonFiniteError
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import context_tables
 from benchmarks.bigram import not_learned
+from benchmarks.common.measure import write as write_rows
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import tables
 from benchmarks.context_scaling.claims import claims, judged
@@ -17,7 +17,7 @@ from benchmarks.context_scaling.labels import LABELS
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.learning import COLUMNS, LearningRun
-from benchmarks.measure import write as write_rows
+from benchmarks.pages import context_tables
 from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 

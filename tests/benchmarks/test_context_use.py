@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import context_use
+from benchmarks.common.measure import read
 from benchmarks.context_use import compared, with_copies
-from benchmarks.measure import read
 from sympow.data import TokenCorpus
 from sympow.evaluation import count_bigrams
 

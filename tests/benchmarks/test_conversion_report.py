@@ -1,6 +1,6 @@
 """The page of converted models: every table from rows, and the committed page from the committed rows."""
 
-from benchmarks.conversion_report import PAGE, SECTIONS, report, write_report
+from benchmarks.pages.conversion_report import PAGE, SECTIONS, report, write_report
 
 RUN = {"run": "student-A", "layers": "power,power,softmax", "processor": "a GPU", "torch": "2", "commit": "abc"}
 ROWS = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import decoding
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 

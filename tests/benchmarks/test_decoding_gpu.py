@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import decoding_gpu, tables
-from benchmarks.cases import Case
+from benchmarks.common.cases import Case
 from benchmarks.decoding_gpu import Step
 
 SMALL = Step(Case(1, B=2, H=2, G=2, K=4, V=4, dtype="bfloat16"))

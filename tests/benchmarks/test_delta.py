@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import delta
-from benchmarks.cases import Case
+from benchmarks.common.cases import Case
 
 SMALL = Case(70, B=2, H=4, G=2)
 

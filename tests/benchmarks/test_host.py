@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import host
-from benchmarks.cases import Case
-from benchmarks.measure import read
+from benchmarks.common.cases import Case
+from benchmarks.common.measure import read
 
 SMALL = Case(T=12, H=2, G=2, K=4, V=4)
 

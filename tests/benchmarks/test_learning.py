@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import zarr
 
-from benchmarks import learning, learning_tables
+from benchmarks import learning
+from benchmarks.common.measure import read
 from benchmarks.context_scaling import work
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES
-from benchmarks.measure import read
+from benchmarks.pages import learning_tables
 from benchmarks.tables import ROOT
 from sympow.recall.results import group, read_rows
 from sympow.sweeps import run_jobs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import long_row
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 from sympow.training.trainer import TrainingResult
 
 

@@ -8,8 +8,8 @@ import torch
 import zarr
 
 from benchmarks import long_text
+from benchmarks.common.measure import read
 from benchmarks.long_text import by_position, losses_in_rows
-from benchmarks.measure import read
 from benchmarks.tables import long_text_table
 from sympow.data import TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, preset

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks.measure import milliseconds, options, read, write
+from benchmarks.common.measure import milliseconds, options, read, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.mqar_tables import (
+from benchmarks.pages.mqar_tables import (
     CONVOLVED,
     claim_1,
     convolutions_table,

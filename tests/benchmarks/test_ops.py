@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import ops, tables
-from benchmarks.cases import CASES, Case
-from benchmarks.measure import read
+from benchmarks.common.cases import CASES, Case
+from benchmarks.common.measure import read
 
 SMALL = Case(T=70, H=2, G=1, K=4, V=3)
 

@@ -6,8 +6,8 @@ import numpy as np
 import zarr
 
 from benchmarks import positions
+from benchmarks.common.measure import read
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES
-from benchmarks.measure import read
 
 
 def test_both_forms_are_measured_in_every_layer(monkeypatch, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import powers
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 
 OPTIONS = ["--threads", "1", "--shapes", "3,4,4,1;4,3,5,1", "--times", "32,64", "--chunks", "8,16"]
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from benchmarks import serving, tables
-from benchmarks.server_process import Server
+from benchmarks.common.server_process import Server
 from sympow.models import preset
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import context_restore, speculation
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 from sympow.models.speculation import Pace
 from tests.tiny_runs import finished_runs
 

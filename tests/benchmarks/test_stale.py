@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import tables
-from benchmarks.code_hash import KERNELS, PARTS
+from benchmarks.common.code_hash import KERNELS, PARTS
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.chains import Chains
-from benchmarks.measure import read, write
+from benchmarks.common.chains import Chains
+from benchmarks.common.measure import read, write
 
 SHAPE = training.Shape("nano", vocabulary=29, context=16, rows=4, micro_batch=2)
 CPU = torch.device("cpu")

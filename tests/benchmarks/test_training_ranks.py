@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import training_ranks
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 from sympow.training import latest
 from tests.ranks import run_ranks
 

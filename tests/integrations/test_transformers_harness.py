@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import harness
-from benchmarks.measure import read
+from benchmarks.common.measure import read
 from sympow.cli import main
 from sympow.data import BPETokenizer
 

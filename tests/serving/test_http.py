@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from benchmarks.hostile_requests import CHAT, COMPLETIONS, hostile_requests, valid
+from benchmarks.common.hostile_requests import CHAT, COMPLETIONS, hostile_requests, valid
 from sympow.data import ByteTokenizer
 from sympow.models import generate
 from sympow.serving import Engine

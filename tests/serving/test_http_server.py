@@ -15,7 +15,7 @@ import pytest
 import torch
 import uvicorn
 
-from benchmarks.hostile_requests import CHAT, COMPLETIONS, NO_HTTP, valid
+from benchmarks.common.hostile_requests import CHAT, COMPLETIONS, NO_HTTP, valid
 from benchmarks.serving import untrained_run
 from sympow import serving
 from sympow.cli import main

@@ -17,7 +17,7 @@ from typing import Any
 
 import triton
 
-from benchmarks.code_hash import code_hash
+from benchmarks.common.code_hash import code_hash
 
 TARGETS = ("cuda", "hip")
 RECORD = Path(__file__).with_name("compiled.json")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "sympow.ops.triton"
 PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
 ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part

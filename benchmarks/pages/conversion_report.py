@@ -7,11 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import read
-from benchmarks.prose import wrapped
+from benchmarks.common.measure import read
+from benchmarks.pages.prose import wrapped
 from benchmarks.tables import with_stale_lines
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/conversion")
 PAGE = ROOT / "docs" / "results" / "conversion.md"
 STUDENTS = ("hybrid", "const", "power", "windows")  # in the order of the page

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cases import Case
+from benchmarks.common.cases import Case
 
 
 def heads_first(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from benchmarks.hostile_requests import COMPLETIONS
+from benchmarks.common.hostile_requests import COMPLETIONS
 
 NAME = "served"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.code_hash import PARTS, code_hash
+from benchmarks.common.code_hash import PARTS, code_hash
 from sympow.cli.options import positive
 from sympow.recall.results import read_cells, write_results
 

@@ -9,14 +9,14 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.bigram import not_learned
+from benchmarks.common.measure import read
 from benchmarks.context_scaling.found import Found, read_table
 from benchmarks.context_scaling.grid import DOCUMENT, LearningRun, recipe
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.tables import claims_table, studies_table, table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
-from benchmarks.learning_tables import LABELS, best_rows
-from benchmarks.measure import read
+from benchmarks.pages.learning_tables import LABELS, best_rows
 from sympow.recall.results import group
 
 Row = dict[str, Any]
