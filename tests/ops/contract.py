@@ -6,16 +6,16 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   reciprocal amplifies it by the condition of the division; the drawn shapes stay 1e4 below this.
 - lower precision, by comparison: an implementation may err by at most twice what the same mathematics errs in plain
   torch at that precision (matrix products of inputs rounded to it, the rest in float32), plus what any implementation
-  rounds: one rounding of what is stored; the rounding of a float32 log decay between two tokens, of a size at which the
-  decay still counts, whatever the gates before both are; of a float32 sum over up to T tokens, growing as the square
-  root of T; of a float32 sum over the D features of a state (`feature_sums`), growing as the square root of D, in
-  outputs, in the gradients of keys and values through the returned states, and, by the normalizer and the output, in
-  all gradients of a row that reads a state; for states and their gradients, whose terms are products of p entries and a decay, each of which a kernel
-  may round where the peer rounds the whole, p roundings to nearest; for other results, if p > 2, the p - 2 such
-  roundings that phi(q) and phi(k)
-  have more than for p = 2; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
-  products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number,
-  and what dq and dk may err by, which at one token is all there is.
+  rounds: one rounding of what is stored; the rounding of a float32 log decay between two tokens, of a size at which
+  the decay still counts, whatever the gates before both are; of a float32 sum over up to T tokens, growing as the
+  square root of T; of a float32 sum over the D features of a state (`feature_sums`), growing as the square root of D,
+  in outputs, in the gradients of keys and values through the returned states, and, by the normalizer and the output,
+  in all gradients of a row that reads a state; for states and their gradients, whose terms are products of p entries
+  and a decay, each of which a kernel may round where the peer rounds the whole, p roundings to nearest; for other
+  results, if p > 2, the p - 2 such roundings that phi(q) and phi(k) have more than for p = 2; for the gate's gradient,
+  a sum over up to T tokens of q.dq - k.dk, the rounding of those dot products, |q||dq| and |k||dk|, each gradient a
+  float32 sum over up to T, growing as the square root of their number, and what dq and dk may err by, which at one
+  token is all there is.
   With a normalizer and p > 2, a query that is nearly orthogonal to all keys divides a small sum of large terms by
   another one: their roundings, p each, grow by the condition of the sums, and so does the gradient through that row.
   Its output and the gradient that goes into it are taken smaller by the square of the condition, so that it does not
