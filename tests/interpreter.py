@@ -170,7 +170,7 @@ def multiply_in_tf32() -> None:
         return handle(bits.view(np.float32), tl.float32)
 
     def create_dot(self, a, b, d, precision, *rest):
-        if precision == triton_interpreter._ir.INPUT_PRECISION.TF32 and a.dtype.scalar == tl.float32:
+        if precision.name == "TF32" and a.dtype.scalar == tl.float32:
             a, b = cut(a), cut(b)
         return dot(self, a, b, d, precision, *rest)
 
