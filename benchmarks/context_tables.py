@@ -24,6 +24,7 @@ Row = dict[str, Any]
 # By the names of `benchmarks.learning`: the five kinds of models, with both hybrids and two windows.
 MODELS = {
     "softmax_gate": "softmax, gate",
+    "hybrid_heads_delta": "hybrid, windows and delta rule",
     "hybrid_delta_gate": "hybrid, delta rule",
     "hybrid_power_gate": "hybrid, power",
     "window": "window of 1,024",
@@ -33,7 +34,7 @@ MODELS = {
 }
 MISSING = "Not measured yet."
 CONTROL = "window32"  # sees next to no context
-FIVE = ("softmax_gate", "hybrid_delta_gate", "window", "power_delta", "power")  # of the short table
+FIVE = ("softmax_gate", "hybrid_heads_delta", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
 
@@ -112,7 +113,8 @@ def sequence_bytes(variant: str, tokens: int) -> int:
     """Returns the bytes that one sequence takes after `tokens` tokens, by formula.
 
     A cache has keys and values in bfloat16, a state is float32. With K = V = 64, a state of power attention has
-    K(K + 1)/2 rows of V + 1 numbers, and that of the delta rule has V.
+    K(K + 1)/2 rows of V + 1 numbers, and that of the delta rule has V. Half of the heads of "hybrid_heads" have a
+    window, and the others the delta rule.
 
     Raises KeyError for another mixer.
     """
@@ -125,6 +127,7 @@ def sequence_bytes(variant: str, tokens: int) -> int:
         "power": lambda options: 4 * rows * (width + 1),
         "power_delta": lambda options: 4 * rows * width,
     }
+    sizes["hybrid_heads"] = lambda options: (sizes["window"](options) + sizes["power_delta"](options)) // 2
     return sum(model.n_heads * sizes[mixer.name](mixer.options) for mixer in layers(variant))
 
 
@@ -186,7 +189,7 @@ def draw(evidence: Evidence) -> Any:
     seeds = set()
     for place, (variant, name) in enumerate(MODELS.items()):
         trained, read_far = (evidence.losses(variant, TRAINED_AT, tokens, at) for at in (None, DOCUMENT))
-        look = {"color": f"C{place}", "marker": "osD^vPX"[place], "linestyle": "none"}
+        look = {"color": f"C{place}", "marker": "osD^vPXh"[place], "linestyle": "none"}
         speed = evidence.speed(variant, TRAINED_AT)
         points = [(left, sequence_bytes(variant, DOCUMENT) / 1e6, trained)]
         points += [] if speed is None else [(right, tokens / speed, read_far)]

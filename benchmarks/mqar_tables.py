@@ -1,4 +1,4 @@
-"""Makes the tables of docs/guides/mqar.md from rows of associative recall, and judges Claim 1 of Zoology by them."""
+"""Makes the tables of docs/results/mqar.md from rows of associative recall, and judges Claim 1 of Zoology by them."""
 
 from __future__ import annotations
 

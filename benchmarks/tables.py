@@ -33,8 +33,8 @@ from sympow.recall.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("guides/context-files.md", "guides/generation.md", "guides/mqar.md", "guides/serving.md",
-         "guides/transformers.md", "results/chunks.md", "results/context-scaling.md", "results/learning.md",
+NAMES = ("index.md", "guides/context-files.md", "guides/generation.md", "guides/serving.md", "guides/transformers.md",
+         "results/chunks.md", "results/context-scaling.md", "results/learning.md", "results/mqar.md",
          "results/speed.md", "results/training.md")  # fmt: skip
 OTHERS = ("results/ar-hits.md", "results/conversion.md")  # tables of other programs
 MISSING = "Not measured yet."

@@ -41,7 +41,7 @@ SMALLER = {
     "sympow generate": "--max-new-tokens 8",
     "sympow read": "",
     "sympow distill": f"{_STEPS} training.batch_size=2 training.precision=float32 distillation.layer_steps=1 "
-    "distillation.text_steps=1",
+    "distillation.text_steps=1 execution.compile=false",
     "sympow sizes": "",
     "sympow mqar": f"{_RECALL} --executor process --jobs 1 --device cpu",
     "sympow mqar mqar:widths": f"{_RECALL} {_ONE_TASK} --executor process --jobs 1 --device cpu",

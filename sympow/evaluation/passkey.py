@@ -8,6 +8,7 @@ Attention, 2023]. The filler contains no information about the number, so the mo
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, product
@@ -27,6 +28,7 @@ FILLER = "The river runs past the mill. The wind is calm today. Boats wait at th
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is"
 BATCH_TOKENS = 1 << 15  # tokens in a forward pass, at least one text
+PANELS = 3  # models side by side in a plot
 
 Continue = Callable[[Tensor, int], Tensor]
 """Continues texts, int64 [B, T], with the likeliest token n times; returns int64 [B, n]."""
@@ -172,6 +174,8 @@ def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iter
 def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> None:
     """Draws accuracy over context and depth, a panel a model, into an image whose format follows from its suffix.
 
+    A line has at most `PANELS` panels. Cells that no row measures are empty.
+
     Raises ValueError without rows, ImportError without matplotlib.
     """
     if not rows:
@@ -182,9 +186,11 @@ def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> N
         raise ImportError("drawing passkeys needs matplotlib: pip install 'sympow[eval]'") from error
     models = list(dict.fromkeys(row.model for row in rows))
     contexts, depths = sorted({row.context for row in rows}), sorted({row.depth for row in rows})
-    figure = Figure(figsize=(1.5 + 3.5 * len(models), 3.5), dpi=150, layout="constrained")
+    columns = min(len(models), PANELS)
+    lines = math.ceil(len(models) / columns)
+    figure = Figure(figsize=(1.5 + 2.5 * columns, 0.7 + 2.6 * lines), dpi=150, layout="constrained")
     for n, model in enumerate(models):
-        axes = figure.add_subplot(1, len(models), n + 1)
+        axes = figure.add_subplot(lines, columns, n + 1)
         table = np.full((len(depths), len(contexts)), np.nan)
         for row in rows:
             if row.model == model:
@@ -196,7 +202,7 @@ def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> N
         axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts], rotation=45)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("depth of the number" if n == 0 else "")
+        axes.set_ylabel("depth of the number" if n % columns == 0 else "")
         axes.set_title(model, fontsize=10)
     figure.savefig(path)
 

@@ -50,7 +50,8 @@ class MixerState:
 
     def with_all_room(self) -> Self:
         """Returns the state with tensors of their largest size, where `counters` can be tensors."""
-        return self
+        nested = {name: item for name, item in vars(self).items() if isinstance(item, MixerState)}
+        return replace(self, **{name: item.with_all_room() for name, item in nested.items()}) if nested else self
 
     def clone(self) -> Self:
         """Copies the state and its tensors, so that both can be continued."""

@@ -5,12 +5,13 @@ from sympow.models.config import MixerConfig, ModelConfig
 from sympow.models.context_file import Context, ContextError, load_context, save_context
 from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
-from sympow.models.presets import PRESETS, preset
+from sympow.models.presets import HYBRID, PRESETS, preset
 from sympow.models.recall import RecallModel
 from sympow.models.speculation import Drafts, ModelDrafts, NgramDrafts
 
 __all__ = [
     "BODIES",
+    "HYBRID",
     "PRESETS",
     "Context",
     "ContextError",

@@ -18,6 +18,16 @@ PRESETS: dict[str, tuple[int, int, int]] = {
 }
 
 _POWER = MixerConfig("power")
+_BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
+_HEADS = MixerConfig("hybrid_heads", {"window": 1024})
+HYBRID = (
+    _HEADS, _HEADS, _HEADS, MixerConfig("softmax", _BLOCK | {"gate": True, "rotation": "none"}), _HEADS, _HEADS
+)  # fmt: skip
+"""The mixers of a hybrid, for six layers or a multiple of six.
+
+In five of six layers half of the heads attend to windows of 1,024 tokens, and half of them have the delta rule. The
+fourth layer is gated softmax attention without a rotation.
+"""
 
 
 def preset(

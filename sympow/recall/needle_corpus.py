@@ -2,15 +2,17 @@
 
 A row has about one fact for each 250 tokens. The distance between the statement and the question of a fact is between
 64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have the tasks
-of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys, words, numbers
-and names are never those of the evaluation: the words are others, and numbers and names have other lengths. In some
-rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
+of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and values are
+words of the prose, because a model learns a short list of words instead of copying them. Keys, words, numbers and names
+are never those of the evaluation: its words are left out, and numbers and names have other lengths. In some rows the
+prose is one short piece, repeated, as in the texts of `sympow passkey`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import numpy as np
 from sympow.data import Tokenizer
 from sympow.data.corpus_folder import HELD_OUT, VOCAB_SIZE, SourceDocument, write_corpus
 from sympow.data.own_corpus import Texts
-from sympow.evaluation import passkey
+from sympow.evaluation import needles, passkey
 from sympow.evaluation.needles import (
     CHAIN,
     FACT,
@@ -45,6 +47,8 @@ LETTERS = (4, 6)  # of names; those of the evaluation have 5
 KEYS = (2, 5)  # statements of a fact of the task multikey: at least, and less than
 HOPS = (1, 4)  # names after the first of a chain: at least, and less than
 TASKS = ("single", "multikey", "tracing")
+LEAST_WORDS = 500  # of texts; a model learns fewer by heart
+ROW_WORDS = 400  # words in a row at most: half of them are for keys, half are values
 
 PASSKEY = FactForm(passkey.NEEDLE, passkey.QUESTION)
 FACTS = (
@@ -84,8 +88,10 @@ _NOUNS = (
     "umbrella vase wagon walrus wheat wheel zipper"
 )
 _COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purple red scarlet teal white"
-WORDS = tuple(_NOUNS.split())
-_VERSION = "needles-1"  # of the rules in this file; change it if they make other rows
+WORDS = tuple(_NOUNS.split())  # for texts with few words
+_SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
+_OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
+_VERSION = "needles-2"  # of the rules in this file; change it if they make other rows
 
 
 class _Fact(NamedTuple):
@@ -109,7 +115,8 @@ def build_needle_corpus(
     """Writes rows that train recall as a corpus into the folder `out`, or continues, as `write_corpus` does.
 
     A twentieth as many rows are held out, at least one. Their prose is from other documents than that of the rows for
-    training.
+    training. Their words are those of `words_of` the texts, or those of `WORDS` if the texts have fewer than
+    `LEAST_WORDS`, which a remark says.
 
     Args:
         out: the folder: a new one, or one that an earlier call with the same arguments started.
@@ -119,7 +126,7 @@ def build_needle_corpus(
         row_tokens: the number of tokens in a row.
         seed: of facts and places.
         progress: whether to show the progress on stderr, see `Progress`.
-        remark: called with each line on what is left out of the folder of texts.
+        remark: called with each line on what is left out of the folder of texts, and on texts with few words.
 
     Returns the content of `corpus.json`. Raises the errors of `write_corpus`, `find_texts` and `needle_row`, and
     ValueError for numbers out of range.
@@ -133,23 +140,45 @@ def build_needle_corpus(
     settings |= {"words": {"tokenizer": tokenizer.fingerprint}}
 
     def open_source(_: Path) -> _Rows:
-        prose = Texts(texts, "file", (), "text", progress, remark or (lambda line: None))
-        return _Rows(prose, tokenizer, rows, row_tokens, seed, progress)
+        tell = remark or (lambda line: None)
+        prose = Texts(texts, "file", (), "text", progress, tell)
+        return _Rows(prose, tokenizer, rows, row_tokens, seed, progress, tell)
 
     return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
 
 
-def needle_row(prose: Prose, tokenizer: Tokenizer, row_tokens: int, rng: np.random.Generator) -> np.ndarray:
+def words_of(texts: Iterable[str]) -> list[str]:
+    """Returns the words of texts that rows may have as keys and values, sorted, each once.
+
+    They have 4 to 12 letters from a to z, all lower-case. Words that the evaluation asks for, and those of the
+    sentences around keys and values, are left out.
+    """
+    found = {word for text in texts for word in re.findall(r"(?<![\w'\u2019])[a-z]{4,12}(?![\w'\u2019])", text)}
+    return sorted(found - _OTHERS)
+
+
+def needle_row(
+    prose: Prose, tokenizer: Tokenizer, row_tokens: int, rng: np.random.Generator, words: Sequence[str] = WORDS
+) -> np.ndarray:
     """Makes a row of `row_tokens` tokens, int64 1-D.
 
     Facts take at most half of the row, so that a tokenizer with many tokens a word gets fewer of them.
 
-    Raises ValueError if no fact fits.
+    Args:
+        prose: the text around the facts.
+        tokenizer: the tokenizer of the model to train.
+        row_tokens: the number of tokens.
+        rng: draws facts and places.
+        words: different words, for keys and values.
+
+    Raises ValueError for fewer than two words, and if no fact fits.
     """
+    if len(words) < 2:
+        raise ValueError(f"expected at least two words, for a key and a value; got {len(words)}")
     start = np.array(tokenizer.start, dtype=np.int64)
     texts: list[tuple[float, np.ndarray]] = []
     room = row_tokens // 2 - len(start)
-    nouns = [WORDS[i] for i in rng.permutation(len(WORDS))]
+    nouns = [words[i] for i in rng.choice(len(words), min(len(words), ROW_WORDS), replace=False)]
     half = len(nouns) // 2
     phrases = [*nouns[:half], *(f"{color} {noun}" for color in _COLORS.split() for noun in nouns[:half])]
     keys = [phrases[i] for i in rng.permutation(len(phrases))]
@@ -214,8 +243,17 @@ def _repeated(prose: Prose, room: int, rng: np.random.Generator) -> list[np.ndar
 class _Rows:
     """Gives rows as the documents of a corpus. Their prose is that of a source of texts."""
 
-    def __init__(self, texts: Texts, tokenizer: Tokenizer, rows: int, row_tokens: int, seed: int, progress: bool):
-        self._texts, self._tokenizer, self._progress = texts, tokenizer, progress
+    def __init__(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        rows: int,
+        row_tokens: int,
+        seed: int,
+        progress: bool,
+        remark: Callable[[str], object],
+    ):
+        self._texts, self._tokenizer, self._progress, self._remark = texts, tokenizer, progress, remark
         self._rows, self._row_tokens, self._seed = rows, row_tokens, seed
 
     @property
@@ -241,10 +279,17 @@ class _Rows:
         found: dict[bool, list[str]] = {False: [], True: []}
         for document, text in self._texts.texts(self._texts.plan(), 0):
             found[document.held_out].append(text)
+        words: Sequence[str] = words_of(text for parts in found.values() for text in parts)
+        if len(words) < LEAST_WORDS:
+            self._remark(
+                f"the texts have {len(words)} different words of 4 to 12 letters, too few to learn copying from: "
+                f"keys and values are {len(WORDS)} other words"
+            )
+            words = WORDS
         prose = {held_out: Prose(self._tokenizer, "\n\n".join(parts)) for held_out, parts in found.items()}
         with Progress("making rows", "row", total=len(documents), done=start, quiet=not self._progress) as progress:
             for document in documents[start:]:
                 number = int(document.directory.partition("/")[2])
                 rng = np.random.default_rng([self._seed, document.held_out, number])
-                yield document, needle_row(prose[document.held_out], self._tokenizer, self._row_tokens, rng)
+                yield document, needle_row(prose[document.held_out], self._tokenizer, self._row_tokens, rng, words)
                 progress.advance()

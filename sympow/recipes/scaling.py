@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from sympow.data import DataConfig
-from sympow.models import MixerConfig, ModelConfig, preset
+from sympow.models import HYBRID, MixerConfig, ModelConfig, preset
 from sympow.training import RunConfig, TrainingConfig
 
 TOKENS_PER_STEP = 65_536
@@ -324,7 +324,7 @@ def heads_delta() -> RunConfig:
 
 def hybrid_heads_delta() -> RunConfig:
     """Five layers like those of `heads_delta`, and gated softmax attention without a rotation in the fourth."""
-    return _hybrid("hybrid_heads_delta", MixerConfig("hybrid_heads", {"window": 1024}))
+    return _config("hybrid_heads_delta", *HYBRID)
 
 
 def based() -> RunConfig:

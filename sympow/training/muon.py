@@ -21,7 +21,7 @@ STEPS = 5
 # a, b, c of the polynomial a s + b s^3 + c s^5, whose fifth iterate maps singular values of up to 1 to about 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the least norm that matrices are divided by
-BATCH = 1 << 21  # elements of the matrices that a GPU orthogonalizes at once; so many nearly keep it busy
+BATCH = 1 << 23  # elements of the matrices that a GPU orthogonalizes at once; with fewer, it waits for the host
 RMS = 0.2  # of an update's elements, which is about that of AdamW's updates (Liu et al., arXiv 2502.16982)
 
 

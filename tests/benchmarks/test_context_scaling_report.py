@@ -212,19 +212,22 @@ def test_sentences_of_the_page_follow_from_the_rows():
     gate = loss("softmax_gate", MIDDLE)
     window, power = (loss(each, MIDDLE) / gate for each in ("window", "power"))
     assert f"{window:.2f} times the loss of gated softmax attention, where p = 2 has {power:.2f} times" in TEXT
-    far = [loss(each, MIDDLE, DOCUMENT) for each in ("softmax_gate", "hybrid_delta_gate", "window", "power")]
-    assert "({:.2f} nats, the hybrid {:.2f}, the window {:.2f}, p = 2 {:.2f})".format(*far) in TEXT
-    step = evidence.step_microseconds("softmax_gate") / evidence.step_microseconds("power")
-    assert f"and {step:.1f} times the time of a step" in TEXT
+    names = ("hybrid_heads_delta", "softmax_gate", "hybrid_delta_gate", "window", "power")
+    best, control, *others = far = [loss(each, MIDDLE, DOCUMENT) for each in names]
+    assert best == min(far) and f"it has {best:.3f} nats there and gated softmax attention {control:.3f}" in TEXT
+    assert "(the hybrid without windows {:.3f}, the window {:.3f}, p = 2 {:.3f})".format(*others) in TEXT
+    bytes_of = [context_tables.sequence_bytes(each, DOCUMENT) / 1e6 for each in names[:2]]
+    assert "for {:.0f} MB instead of {:.0f}".format(*bytes_of) in TEXT
+    long = {each: evidence.losses(each, 16_384, MIDDLE) for each in (*names, "power_delta")}
+    assert "({:.3f} against {:.3f} nats, one run each)".format(*long["power_delta"], *long["window"]) in TEXT
+    ratio = long["hybrid_heads_delta"][0] / long["softmax_gate"][0]
+    assert f"and {ratio:.3f} times in rows of 16,384 (one pair)" in TEXT
     short = [loss(each, SHORT) / loss("softmax_gate", SHORT) for each in ("power_delta", "power")]
     assert "({:.2f} against {:.2f} times after 30 million tokens)".format(*short) in TEXT
-    hybrid = found.ratio(*(Run(each, 4096) for each in ("hybrid_softmax_gate", "softmax_gate")))
-    assert f"have {hybrid.text()} times its loss by AdamW" in TEXT and hybrid.count == 3
-    delta = loss("hybrid_delta_gate", MIDDLE) / gate
-    assert f"have {delta:.2f} times the loss of gated softmax attention (Muon, 100 million tokens, three" in TEXT
-    for at in (None, DOCUMENT):  # "has the lowest loss at every length"
-        lowest = {each: min(evidence.losses(each, 4096, MIDDLE, at), default=9.0) for each in context_tables.FIVE}
-        assert min(lowest, key=lowest.get) == "softmax_gate"
+    delta, heads = (loss(each, MIDDLE) / gate for each in ("hybrid_delta_gate", "hybrid_heads_delta"))
+    assert f"five layers the loss is {delta:.2f} times that of gated softmax attention" in TEXT
+    assert f"({heads:.3f} times its loss, three pairs), in 18 MB" in TEXT
+    assert f"{heads:.3f} times the loss of gated softmax attention at 4,096 tokens (three pairs)" in TEXT
     many = [Run(each, DOCUMENT, MIDDLE, documents=8) for each in ("power", "softmax")]
     assert f"p = 2 has {found.ratio(*many).text()} times the loss of softmax attention" in TEXT
     assert f"softmax attention had {found.mean(many[1], 'held_out_loss').mean:.3f} nats" in TEXT

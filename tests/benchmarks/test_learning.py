@@ -158,16 +158,18 @@ def test_pages_quote_the_committed_rows():
     short, middle = 30_146_560, 100_139_008
     power = [ratio("power", context, short) for context in (1024, 4096)]
     delta = [ratio("power_delta", context, short) for context in (1024, 4096)]
-    names = ("window", "power_delta", "power", "hybrid_delta_gate")
-    window, delta_later, later, hybrid = (ratio(variant, 4096, middle) for variant in names)
+    names = ("window", "power_delta", "power", "hybrid_delta_gate", "hybrid_heads_delta")
+    window, delta_later, later, hybrid, heads = (ratio(variant, 4096, middle) for variant in names)
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    guide = " ".join((ROOT / "docs" / "guides" / "choosing.md").read_text("utf-8").split())
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
     assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
     assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
     assert (
         f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
     )
-    assert f"and {hybrid} for five layers of delta rule and one of softmax" in readme
-    guide = " ".join((ROOT / "docs" / "guides" / "choosing.md").read_text("utf-8").split())
+    assert f"and {heads} for the hybrid of the table" in readme and f"best hybrid has {heads} times the loss" in guide
+    long = [ratio(variant, 16_384, middle) for variant in ("power_delta", "window")]
+    assert long[0] < long[1]  # "the delta rule leads the window"
     assert f"without a rotation (`scaling:hybrid_delta_gate`) have {hybrid} times the loss" in guide
     assert f"has {window} times its loss, the delta rule {delta_later} times and p = 2 {later} times" in guide

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from sympow.data import ByteTokenizer
 from sympow.evaluation.passkey import (
     QUESTION,
+    PasskeyRow,
     native,
     passkey_recall,
     passkey_text,
@@ -149,3 +151,13 @@ def test_table_and_image(tmp_path):
     }  # fmt: skip
     plot_passkeys(rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_images_of_many_models_are_no_wider_than_those_of_three(tmp_path):
+    sizes = []
+    for count in (3, 6):
+        rows = [PasskeyRow(f"model {i}", 300, depth, 2, 0.5, 0.5) for i in range(count) for depth in (0.0, 1.0)]
+        plot_passkeys(rows, tmp_path / "a.png")
+        sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24]))
+    (few, low), (many, high) = sizes
+    assert few == many and low < high

@@ -8,10 +8,12 @@ VOCAB = 61
 # All mixers with a step form, in small.
 MIXERS = {
     "power": {},
+    "power_delta": {},
+    "hybrid_heads": {"window": 5},
     "softmax": {},
     "linear": {},
     "window": {"window": 5},
-    "short_convolution": {"width": 3},
+    "short_convolution": {"width": 3, "mixer": "window", "options": {"window": 5}},
     "long_convolution": {"max_length": 16},
     "base_conv": {"max_length": 16},
     "hyena": {"max_length": 16},

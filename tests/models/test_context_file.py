@@ -27,6 +27,7 @@ REPEATS = MixerConfig("selection", {"selection": "programmatic"})
 CASES = {
     "power": ("gpt2", [MixerConfig("power")]),
     "power-data": ("llama", [MixerConfig("power", {"rotation": "data", "n_kv_heads": 1})]),
+    "delta": ("llama", [MixerConfig("power_delta"), MixerConfig("hybrid_heads", {"window": 7})]),
     "hybrid": ("gpt2", [MixerConfig("power"), MixerConfig("softmax"), MixerConfig("window", {"window": 7})]),
     "window-not-full": ("gpt2", [MixerConfig("power"), MixerConfig("window", {"window": 100})]),
     "gated-softmax": ("llama", [MixerConfig("softmax", {"gate": True, "short_convolution": 4})]),

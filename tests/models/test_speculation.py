@@ -31,6 +31,7 @@ HYBRID = (
 CASES = {
     "power": {"mixers": (MixerConfig("power"),)},
     "hybrid": {"mixers": HYBRID, "n_layers": 3},
+    "delta": {"mixers": (MixerConfig("power_delta"), MixerConfig("hybrid_heads", {"window": 5}))},
     "linear": {"mixers": (MixerConfig("linear", {"feature_map": "elu+1"}), MixerConfig("retnet"))},
     "rwkv7 body": {"mixers": (MixerConfig("power"), MixerConfig("softmax")), "body": "rwkv7"},
     "rwkv7": {"mixers": (MixerConfig("rwkv7"),), "body": "rwkv7"},

@@ -1,6 +1,7 @@
 """A corpus that trains recall: what its rows ask, what they answer, and where; and training on it beside others."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from sympow.data import Batches, BPETokenizer, DataConfig, build_corpus, open_co
 from sympow.evaluation import needles, passkey
 from sympow.evaluation.needles import Prose
 from sympow.recall import needle_corpus
-from sympow.recall.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row
+from sympow.recall.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row, words_of
 
 WORDS = "the of a road hill ship stone mud light wind house grass night morning field path roof bread voice"
 DRAW = np.random.default_rng(0)
@@ -38,8 +39,8 @@ def pattern(text: str) -> re.Pattern:
     return re.compile(found)
 
 
-def row(seed=0, tokens=4096, text=TEXT):
-    made = needle_row(Prose(BPE, text), BPE, tokens, np.random.default_rng(seed))
+def row(seed=0, tokens=4096, text=TEXT, words=needle_corpus.WORDS):
+    made = needle_row(Prose(BPE, text), BPE, tokens, np.random.default_rng(seed), words)
     assert made.shape == (tokens,) and made.dtype == np.int64
     return BPE.decode(made.tolist())
 
@@ -109,6 +110,58 @@ def test_nothing_that_the_evaluation_asks_for_occurs():
     text = " ".join(row(seed) for seed in range(12))
     assert not re.search(rf"\b(\d{{{needles.DIGITS}}}|\d{{{passkey.DIGITS}}}|[A-Z]{{{needles.LETTERS}}})\b", text)
     assert not set(re.findall(r"\w+", text)) & set(needles.WORDS)
+
+
+SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+MANY = [first + second for first in SYLLABLES for second in SYLLABLES[:20]]  # 1,400 words
+
+
+def test_the_words_of_texts_are_those_in_lower_case_without_the_evaluation():
+    text = "Stone stone's can't_be the mill wind-swept ROADS naive na\u00efves x1234 abcd abcdefghijkl abcdefghijklm "
+    text += f"purple number {' '.join(needles.WORDS)} {passkey.FILLER} caf\u00e9s road isn\u2019t ever.ever (seven)"
+    assert words_of([text, "seven eight"]) == [
+        "abcd",
+        "abcdefghijkl",
+        "eight",
+        "ever",
+        "naive",
+        "road",
+        "seven",
+        "swept",
+    ]
+    assert words_of([]) == []
+
+
+def test_keys_and_values_are_words_of_the_texts(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        found = [
+            f"{MANY[j]} {MANY[j + 1]} {needles.WORDS[j % len(needles.WORDS)]}. " for j in range(350 * i, 350 * i + 349)
+        ]
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(found))
+    remarks = []
+    for name in ("one", "two"):
+        build_needle_corpus(tmp_path / name, tmp_path / "texts", BPE, rows=30, row_tokens=2048, remark=remarks.append)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") and remarks == []
+    rows = zarr.open_array(tmp_path / "one" / "train.zarr", mode="r")[:]
+    words = Counter(answer for tokens in rows for *_, answer in asked(BPE.decode(tokens.tolist())) if answer.isalpha())
+    assert words.keys() <= set(MANY) and words.total() > 60
+    assert len(words) > 0.9 * words.total()
+    text = " ".join(BPE.decode(tokens.tolist()) for tokens in rows)
+    keys = set(re.findall(r"secret (?:number|word) of the (?:\w+ )?(\w+) is ", text))
+    assert len(keys) > 50 and keys <= set(MANY)
+
+
+def test_texts_with_few_words_get_the_list(sources, tmp_path):
+    remarks = []
+    build_needle_corpus(tmp_path / "n", sources / "texts", BPE, rows=12, row_tokens=2048, remark=remarks.append)
+    known = len(words_of([TEXT]))
+    assert known < 20 and [line for line in remarks if f"the texts have {known} different words" in line] == remarks
+    rows = zarr.open_array(tmp_path / "n" / "train.zarr", mode="r")[:]
+    answers = {answer for tokens in rows for *_, answer in asked(BPE.decode(tokens.tolist())) if answer.isalpha()}
+    assert len(remarks) == 1 and answers and answers <= set(needle_corpus.WORDS)
+    with pytest.raises(ValueError, match=r"^expected at least two words, for a key and a value; got 1$"):
+        row(words=["stone"])
 
 
 def test_a_row_has_no_more_facts_than_half_of_it_holds():

@@ -9,7 +9,7 @@ compile_record = pytest.importorskip("tests.ops.triton.compile_record", reason="
 compile_kernels = pytest.importorskip("tests.ops.triton.compile_kernels", reason="needs triton")
 # Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops, the
 # most of the delta rule's `block_corrections` and `solve_pass` for K = 128.
-MOST_SPILLED = 192
+MOST_SPILLED = 216
 
 
 @pytest.mark.parametrize("target", ["cuda", "hip"])
