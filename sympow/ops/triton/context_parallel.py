@@ -23,6 +23,7 @@ from sympow.ops.first_order import first_order
 from sympow.ops.runtime.launcher import ceil_div, next_power_of_2
 from sympow.ops.triton import launch
 from sympow.ops.triton.plan import Call, Gate, Options, Shapes
+from sympow.ops.triton.primitives import rounded
 
 
 class PowerInContext(torch.autograd.Function):
@@ -98,7 +99,8 @@ def own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tenso
 def all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
     """Returns S and Z from those without an incoming state, and the incoming ones."""
     came = _ends(call.plan, incoming)
-    s, z = (carried(x, y, decays if call.plan.gated else None) for x, y in zip((s, z), came, strict=True))
+    gates = decays if call.plan.gated else None
+    s, z = (carried(x, y, gates, call.plan.precision) for x, y in zip((s, z), came, strict=True))
     return s, z
 
 
@@ -298,10 +300,10 @@ def chunk_decays(call: Call, log_decay: Tensor, reverse: bool = False) -> Tensor
     return decays
 
 
-def carried(states: Tensor, incoming: Tensor, decays: Tensor | None) -> Tensor:
+def carried(states: Tensor, incoming: Tensor, decays: Tensor | None, precision: str) -> Tensor:
     """Returns states [B chunks, G, m, n] + incoming [B G m n] times 2**decays [B, G, chunks].
 
-    The sum is in float32, and rounded once.
+    The sum is in float32, and rounded once, as a factor of products with the input_precision `precision`.
     """
     if not states.numel():
         return torch.empty_like(states)
@@ -310,8 +312,9 @@ def carried(states: Tensor, incoming: Tensor, decays: Tensor | None) -> Tensor:
     chunks = total // rows
     out = torch.empty_like(states)
     carry_states[(rows * G, ceil_div(width, _BLOCK), ceil_div(chunks, _CHUNKS))](
-        states, incoming, decays, out, G, chunks, width, CHUNKS=_CHUNKS, BLOCK=_BLOCK, GATED=decays is not None
-    )
+        states, incoming, decays, out, G, chunks, width, CHUNKS=_CHUNKS, BLOCK=_BLOCK, GATED=decays is not None,
+        PRECISION=precision,
+    )  # fmt: skip
     return out
 
 
@@ -337,7 +340,7 @@ def sum_decays(
 @triton.jit
 def carry_states(
     states, incoming, decays, out, G, chunks, width,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the incoming state. Grid: pairs of rows and key/value heads, blocks of the width, chunks."""
     pair = tl.cast(tl.program_id(0), tl.int64)
@@ -350,4 +353,5 @@ def carry_states(
         decay = tl.load(decays + pair * chunks + c, mask=c < chunks, other=0.0)
         came = came * tl.exp2(decay)[:, None]
     state = tl.load(states + offsets, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + offsets, (state + came).to(out.dtype.element_ty), mask=here)
+    total = rounded((state + came).to(out.dtype.element_ty), PRECISION)
+    tl.store(out + offsets, total, mask=here)

@@ -18,6 +18,7 @@ from sympow.ops.triton.primitives import (
     lower_base,
     power,
     reach_tile,
+    rounded,
     start_next,
     times_prefix,
 )
@@ -127,13 +128,13 @@ def query_pass(
             for i in range(lower):
                 phi = times_prefix(dy, q_rows, valid, i, prefixes, weights, P)
                 part = tl.load(tile, mask=(col < V)[:, None], other=0.0)
-                acc = tl.dot(phi, part, acc, input_precision=PRECISION)
+                acc = tl.dot(rounded(phi, PRECISION), part, acc, input_precision=PRECISION)
                 tile += K * V
             for i in range(lower, lower + upper):
                 phi = times_prefix(dy, q_rows, valid, i, prefixes, weights, P)
                 where = _state_rows(i, lower, mirror, width, K, HALF, P)
                 part = tl.load(state + where[None, :] * V + col[:, None], mask=(col < V)[:, None], other=0.0)
-                acc = tl.dot(phi, part, acc, input_precision=PRECISION)
+                acc = tl.dot(rounded(phi, PRECISION), part, acc, input_precision=PRECISION)
             if NORMALIZE:
                 matrix = tl.load(z + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
                 acc -= tl.dot(queries, matrix, input_precision=PRECISION) * d[:, None]
@@ -162,7 +163,7 @@ def query_pass(
         grad *= power(scores, P - 1)
         if GATED:
             grad *= tl.exp2((ref - tl.load(here + s0 + j)) + (ref_low - tl.load(low + s0 + j)))[None, :]
-        acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+        acc = tl.dot(rounded(grad.to(keys.dtype), PRECISION), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
     if GATED:
@@ -181,7 +182,7 @@ def query_pass(
             there_low = tl.load(low + s0 + j, mask=past, other=0.0)
             grad *= tl.exp2((own[:, None] - there[None, :]) + (own_low[:, None] - there_low[None, :]))
         grad = tl.where((first + t)[:, None] >= (s0 + j)[None, :], grad, 0.0)
-        acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+        acc = tl.dot(rounded(grad.to(keys.dtype), PRECISION), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
 
@@ -252,9 +253,9 @@ def key_pass(
             for i in range(lower):
                 part = tl.load(tile, mask=(col < V)[None, :], other=0.0)
                 phi = times_prefix(base, k_rows, valid, i, prefixes, weights, P)
-                dvalues = tl.dot(phi, part, dvalues, input_precision=PRECISION)
+                dvalues = tl.dot(rounded(phi, PRECISION), part, dvalues, input_precision=PRECISION)
                 phi = times_prefix(values, k_rows, valid, i, prefixes, grad_weights, P)
-                dkeys = tl.dot(phi, tl.trans(part), dkeys, input_precision=PRECISION)
+                dkeys = tl.dot(rounded(phi, PRECISION), tl.trans(part), dkeys, input_precision=PRECISION)
                 tile += K * V
             if UPPER > 0:
                 half = tl.arange(0, UPPER)
@@ -263,12 +264,12 @@ def key_pass(
                 for i in range(lower, lower + upper):
                     part = tl.load(tile, mask=(col < V)[None, :], other=0.0)
                     phi = times_prefix(upper_base, k_rows, valid, i, prefixes, weights, P)
-                    dvalues = tl.dot(phi, part, dvalues, input_precision=PRECISION)
+                    dvalues = tl.dot(rounded(phi, PRECISION), part, dvalues, input_precision=PRECISION)
                     tile += UPPER * V
                     where = _state_rows(i, lower, mirror, width, K, HALF, P)
                     part = tl.load(state + where[None, :] * V + col[:, None], mask=(col < V)[:, None], other=0.0)
                     phi = times_prefix(values, k_rows, valid, i, prefixes, grad_weights, P)
-                    dkeys = tl.dot(phi, part, dkeys, input_precision=PRECISION)
+                    dkeys = tl.dot(rounded(phi, PRECISION), part, dkeys, input_precision=PRECISION)
             if Z:
                 matrix = tl.load(dz + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
                 dkeys = tl.dot(keys, matrix, dkeys, input_precision=PRECISION)
@@ -306,9 +307,11 @@ def key_pass(
             if P > 4:
                 scores *= score_scale
             slope = power(scores, P - 1) * f[None, :]
-            dvalues = tl.dot((slope * scores).to(dy.dtype), dy, dvalues, input_precision=PRECISION)
+            weight = rounded((slope * scores).to(dy.dtype), PRECISION)
+            dvalues = tl.dot(weight, dy, dvalues, input_precision=PRECISION)
             grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope
-            dkeys = tl.dot(grad.to(queries.dtype), tl.trans(queries), dkeys, input_precision=PRECISION)
+            grad = rounded(grad.to(queries.dtype), PRECISION)
+            dkeys = tl.dot(grad, tl.trans(queries), dkeys, input_precision=PRECISION)
     if GATED:
         decay = tl.exp2((ref - own) + (ref_low - own_low))[:, None]
         dkeys *= decay
@@ -333,9 +336,11 @@ def key_pass(
                 later = tl.load(here + s0 + i, mask=there, other=float("-inf"))
                 slope *= tl.exp2((later[None, :] - own[:, None]) + rest)
             slope = tl.where(((first + j)[:, None] <= (s0 + i)[None, :]) & valid[:, None], slope, 0.0)
-            dvalues = tl.dot((slope * scores).to(dy.dtype), dy, dvalues, input_precision=PRECISION)
+            weight = rounded((slope * scores).to(dy.dtype), PRECISION)
+            dvalues = tl.dot(weight, dy, dvalues, input_precision=PRECISION)
             grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope
-            dkeys = tl.dot(grad.to(queries.dtype), tl.trans(queries), dkeys, input_precision=PRECISION)
+            grad = rounded(grad.to(queries.dtype), PRECISION)
+            dkeys = tl.dot(grad, tl.trans(queries), dkeys, input_precision=PRECISION)
 
     dkeys *= grad_scale
     if GATED:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from sympow.ops.triton.gate import REACH_TILE
-from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, reach_tile, times_prefix
+from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, reach_tile, rounded, times_prefix
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def output_pass(
             for i in range(lower):
                 phi = times_prefix(base, q_rows, valid, i, prefixes, weights, P)
                 part = tl.load(tile, mask=(col < V)[None, :], other=0.0)
-                acc = tl.dot(phi, part, acc, input_precision=PRECISION)
+                acc = tl.dot(rounded(phi, PRECISION), part, acc, input_precision=PRECISION)
                 tile += K * V
             if UPPER > 0:
                 half = tl.arange(0, UPPER)
@@ -61,7 +61,7 @@ def output_pass(
                 for i in range(lower, lower + upper):
                     phi = times_prefix(upper_base, q_rows, valid, i, prefixes, weights, P)
                     part = tl.load(tile, mask=(col < V)[None, :], other=0.0)
-                    acc = tl.dot(phi, part, acc, input_precision=PRECISION)
+                    acc = tl.dot(rounded(phi, PRECISION), part, acc, input_precision=PRECISION)
                     tile += UPPER * V
             if NORMALIZE:
                 matrix = tl.load(z + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
@@ -92,7 +92,7 @@ def output_pass(
         if NORMALIZE:
             total += tl.sum(weight, 1)
         values = tl.load(v_tile, mask=(col < V)[None, :], other=0.0)
-        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        acc = tl.dot(rounded(weight.to(values.dtype), PRECISION), values, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
     if GATED:
@@ -111,7 +111,7 @@ def output_pass(
         if NORMALIZE:
             total += tl.sum(weight, 1)
         values = tl.load(v_tile, mask=past[:, None] & (col < V)[None, :], other=0.0)
-        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        acc = tl.dot(rounded(weight.to(values.dtype), PRECISION), values, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
 

@@ -76,6 +76,20 @@ def power(x, P: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """Returns x as a factor of tl.dot with this input_precision: if that is tf32, rounded to the nearest tf32.
+
+    Tensor cores do not round float32 factors. They cut the last 13 bits off, so that all errors have the same sign and
+    do not average out in sums.
+    """
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # the sum could turn a NaN into a zero
+    else:
+        return x
+
+
+@triton.jit
 def lower_base(x, width, HALF: tl.constexpr, P: tl.constexpr):
     """Returns x for the rows of lower prefixes: a lower prefix with an upper last index counts for P orderings."""
     orderings = tl.where(width >= HALF, P, 1)[None, :]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sympow.ops.runtime.launcher import Launcher, ceil_div, next_power_of_2
 from sympow.ops.triton.plan import Plan
+from sympow.ops.triton.primitives import rounded
 
 BLOCK, WARPS = 1024, 4  # elements of a state in a program of `join_segments`
 MOST = 16  # segments of a row
@@ -124,7 +125,7 @@ def join_launcher(
     constants |= {"OWN": next_power_of_2(segments.chunks), "S_BLOCKS": join_blocks(plan, z=False)}
     constants |= {"GATED": plan.gated, "INIT": init, "INIT_Z": init_z, "END": end, "PRODUCTS": products}
     grid = (blocks, plan.G, plan.layout.sequences * segments.count)
-    return Launcher(join_segments, grid, numbers | constants | {"REVERSE": reverse})
+    return Launcher(join_segments, grid, numbers | constants | {"REVERSE": reverse, "PRECISION": plan.precision})
 
 
 @triton.jit
@@ -132,6 +133,7 @@ def _join(
     states, finals, init, end, other, weights, sums, products, T, G, g, row, block, n, width, count, own, chunks, parts,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, GATED: tl.constexpr,
     INIT: tl.constexpr, END: tl.constexpr, PRODUCTS: tl.constexpr, WEIGHTED: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Joins one block of elements of the n-th segment of a row, in the order of the pass; see `join_segments`."""
     i = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -164,7 +166,7 @@ def _join(
         at = first + (many - 1 - done if REVERSE else done)
         here = states + ((row * chunks + at) * G + g) * width + i
         before = tl.load(here, mask=mask, other=0.0)
-        after = (before.to(tl.float32) + came * left).to(before.dtype)
+        after = rounded((before.to(tl.float32) + came * left).to(before.dtype), PRECISION)
         tl.store(here, after, mask=mask)
         if PRODUCTS:
             wanted = at + 1 < chunks
@@ -222,6 +224,7 @@ def join_segments(
     END: tl.constexpr,
     PRODUCTS: tl.constexpr,
     REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,  # of the products that take the states as factors
 ):
     """Adds what comes in from earlier segments to the states of every segment. Grid: blocks of S and Z, key/value
     heads, segments.
@@ -238,9 +241,11 @@ def join_segments(
         _join(
             s, s_finals, s_init, s_end, s_other, weights, sums, products, T, G, g, row, block, n, rows * V, count, own,
             chunks, parts, V, CHUNK, BLOCK, OWN, GATED, INIT, END, PRODUCTS, True, REVERSE,
+            PRECISION,
         )  # fmt: skip
     elif z is not None:
         _join(
             z, z_finals, z_init, z_end, z_other, weights, sums, products, T, G, g, row, block - S_BLOCKS, n, K * K,
             count, own, chunks, parts, K, CHUNK, BLOCK, OWN, GATED, INIT_Z, END, PRODUCTS, False, REVERSE,
+            PRECISION,
         )  # fmt: skip

@@ -10,7 +10,7 @@ itself: a program has some rows of the state of one head in float32 registers, a
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import aligned, first_chunk, locate
+from sympow.ops.triton.primitives import aligned, first_chunk, locate, rounded
 
 
 @triton.jit
@@ -156,23 +156,27 @@ def _walk(
             chunk = chunks - 1 - chunk
         if within == 0:
             here = out + tl.cast(chunk, tl.int64) * out_step
+            b0 = rounded(a0, PRECISION)
+            b1 = rounded(a1, PRECISION)
+            b2 = rounded(a2, PRECISION)
+            b3 = rounded(a3, PRECISION)
             if products is not None:
                 if it > 0:
                     there = other + tl.cast(chunk, tl.int64) * out_step
-                    product = _product(there, a0, i, count, sub, j, col, columns, WIDTH, ALONE)
+                    product = _product(there, b0, i, count, sub, j, col, columns, WIDTH, ALONE)
                     if TILES > 1:
-                        product += _product(there, a1, i + PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
+                        product += _product(there, b1, i + PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
                     if TILES > 2:
-                        product += _product(there, a2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
-                        product += _product(there, a3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
+                        product += _product(there, b2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
+                        product += _product(there, b3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
                     tl.store(products + tl.cast(chunk, tl.int64) * products_step, product)
                 tl.debug_barrier()  # `other` may be `out`: other threads have read what is overwritten now
-            _write(here, a0, i, count, sub, j, col, columns, WIDTH)
+            _write(here, b0, i, count, sub, j, col, columns, WIDTH)
             if TILES > 1:
-                _write(here, a1, i + PREFIXES, count, sub, j, col, columns, WIDTH)
+                _write(here, b1, i + PREFIXES, count, sub, j, col, columns, WIDTH)
             if TILES > 2:
-                _write(here, a2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH)
-                _write(here, a3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH)
+                _write(here, b2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH)
+                _write(here, b3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH)
             if GATED:
                 decay = tl.exp2(tl.load(sums + tl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
@@ -190,15 +194,15 @@ def _walk(
         factors = xt + r * xt_sh + s
         xs = tl.trans(xs)
         rows = _rows(xs, factors, stride, t, valid, i, count, sub, prefixes, K, P, PREFIXES)
-        a0 = tl.dot(rows, ys, a0, input_precision=PRECISION)
+        a0 = tl.dot(rounded(rows, PRECISION), ys, a0, input_precision=PRECISION)
         if TILES > 1:
             rows = _rows(xs, factors, stride, t, valid, i + PREFIXES, count, sub, prefixes, K, P, PREFIXES)
-            a1 = tl.dot(rows, ys, a1, input_precision=PRECISION)
+            a1 = tl.dot(rounded(rows, PRECISION), ys, a1, input_precision=PRECISION)
         if TILES > 2:
             rows = _rows(xs, factors, stride, t, valid, i + 2 * PREFIXES, count, sub, prefixes, K, P, PREFIXES)
-            a2 = tl.dot(rows, ys, a2, input_precision=PRECISION)
+            a2 = tl.dot(rounded(rows, PRECISION), ys, a2, input_precision=PRECISION)
             rows = _rows(xs, factors, stride, t, valid, i + 3 * PREFIXES, count, sub, prefixes, K, P, PREFIXES)
-            a3 = tl.dot(rows, ys, a3, input_precision=PRECISION)
+            a3 = tl.dot(rounded(rows, PRECISION), ys, a3, input_precision=PRECISION)
     if FINAL:
         _write(final, a0, i, count, sub, j, col, columns, WIDTH)
         if TILES > 1:
