@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
+from sympow.conversion.distillation import narrow_windows
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import (
@@ -214,6 +215,17 @@ def test_windows_are_as_they_were_after_an_error():
         assert [block.mixer.window for block in model.blocks] == [64] * 3
         raise RuntimeError("on purpose")
     assert [block.mixer.window for block in model.blocks] == [90] * 3
+
+
+def test_windows_within_other_mixers_are_narrow_too():
+    mixers = (
+        MixerConfig("hybrid_heads", {"window": 90}),
+        MixerConfig("short_convolution", {"mixer": "window", "options": {"window": 90}}),
+    )
+    model = LanguageModel(ModelConfig(16, 24, 2, 2, mixers))
+    with narrow_windows(model, 64):
+        assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [64, 64]
+    assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [90, 90]
 
 
 def test_the_kinds_of_layers_and_two_windows_are_few_graphs():
