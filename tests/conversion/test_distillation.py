@@ -22,6 +22,7 @@ from sympow.training import (
     load_checkpoint,
     load_model,
     read_metrics,
+    run,
     train,
 )
 from sympow.training.checkpoint import list_checkpoints
@@ -147,6 +148,24 @@ def windowed(folder, stages: DistillationConfig, pattern: str = "window,power,ga
     objective = Watched(stages, STEPS, teacher(), torch.device("cpu"), seed=config.training.seed)
     train(config, batches, folder, held_out=batches, start=student.state_dict(), objective=objective, quiet=True)
     return read_metrics(folder), seen
+
+
+def test_a_run_is_not_written_into_the_folder_of_a_model_that_it_reads(tmp_path):
+    """`restart` would remove this model."""
+    config, _, student = job()
+    plain = dataclasses.replace(config, distillation=None)
+    for name, model in (("start", student), ("teacher", teacher())):
+        write_run_folder(tmp_path / name, dataclasses.replace(plain, model=model.config), model, tokenizer=None)
+    stages = DistillationConfig(str(tmp_path / "start"), str(tmp_path / "teacher"))
+    for name, what in (("start", "from which it begins"), ("teacher", "which holds its teacher")):
+        message = f"the run cannot be written into {tmp_path / name}, {what}: give another folder"
+        for restart in (False, True):
+            with pytest.raises(ValueError, match=message):
+                distill(dataclasses.replace(config, distillation=stages), tmp_path / name, restart=restart, quiet=True)
+        assert load_model(tmp_path / name).model.config.n_layers == 3
+    with pytest.raises(ValueError, match="from which it begins"):
+        run(dataclasses.replace(plain, start=stages.start), tmp_path / "start", restart=True, quiet=True)
+    assert load_model(tmp_path / "start").model.config == student.config
 
 
 STAGES = DistillationConfig("start", "teacher", layer_steps=3, text_steps=3, window_dropout=0.5)
