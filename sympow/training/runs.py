@@ -70,9 +70,9 @@ def run(
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
     Raises RuntimeError where another process trains in the folder, CheckpointError where the last checkpoint is cut or
-    damaged, also of a finished run, ValueError where the folder holds another run, or the
-    model from which this run begins or learns, where the vocabulary of the corpus is larger than that of the model, and
-    where only one of `lesson` and `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
+    damaged, also of a finished run, ValueError where the folder holds another run, or the model from which this run
+    begins or learns, where the vocabulary of the corpus is larger than that of the model, and where only one of
+    `lesson` and `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
     """
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
