@@ -90,7 +90,8 @@ def run_convert(options: argparse.Namespace) -> None:
         keep=options.keep,
         by=options.by,
     )
-    kinds = [model.config.mixer(layer).name for layer in range(model.config.n_layers)]
+    mixers = [model.config.mixer(layer) for layer in range(model.config.n_layers)]
+    kinds = ["gated" if mixer.name == "softmax" and mixer.options.get("gate") else mixer.name for mixer in mixers]
     layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
     print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
 
@@ -157,28 +158,33 @@ def convert_model(
     tokenizer.
     """
     from sympow.conversion import parse_pattern, swap_mixers
-    from sympow.conversion.choice import choose_layers, layer_divergences, parse_kept, rows_of
-    from sympow.conversion.swap import keeps_layers
+    from sympow.conversion.choice import check_count, choose_layers, layer_divergences, parse_kept, rows_of
+    from sympow.conversion.swap import keeps_layers, replaced_layers
     from sympow.data import BPETokenizer, DataConfig
+    from sympow.data.text import find_texts
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
     from sympow.progress import Progress
     from sympow.training import RunConfig, TrainingConfig
     from sympow.training.run_folder import new_folder, write_run_folder
     from sympow.training.step import resolve_device
 
-    kinds, kept, folder = parse_pattern(pattern), parse_kept(keep) if keep else (), new_folder(out)
+    kinds, kept, folder = parse_pattern(pattern), () if keep is None else parse_kept(keep), new_folder(out)
+    if by is not None:
+        find_texts(by)  # before the model is read
     pretrained = load_pretrained(source)
     if pretrained.tokenizer is None:
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
     model = pretrained.model
     if kept and by is not None:
+        replaced = replaced_layers(model.config, kinds, p=p, window=window)
+        check_count(len(replaced), len(kept))
         rows, device = rows_of(by, BPETokenizer(pretrained.tokenizer)), resolve_device("auto")
         model.to(device)
         layers = model.config.n_layers
-        found = []
-        with Progress("choosing layers", "layer", total=layers) as progress:
-            for divergence in layer_divergences(model, kinds, rows.to(device), p=p, window=window):
-                found.append(divergence)
+        found = {}
+        with Progress("choosing layers", "layer", total=len(replaced)) as progress:
+            for layer, divergence in layer_divergences(model, kinds, rows.to(device), p=p, window=window):
+                found[layer] = divergence
                 progress.advance()
         model.to("cpu")
         chosen = choose_layers(found, len(kept))

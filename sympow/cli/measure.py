@@ -272,10 +272,10 @@ def run_passkey(options: argparse.Namespace) -> int | None:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}"
         return f"{row.model}: {where}: {row.accuracy:.0%} of {row.texts} numbers"
 
-    found = (
+    found = [  # a list, so that errors of every model come before the first one is measured
         passkey_recall(label, generates, tokenizer, options.context, **texts)
         for label, generates, tokenizer in _generating(options, "passkeys")
-    )
+    ]
     rows, code = _told(chain.from_iterable(found), said, options.csv, write_passkeys)
     if options.plot:
         plot_passkeys(rows, options.plot)
@@ -300,10 +300,10 @@ def run_needles(options: argparse.Namespace) -> int | None:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}, {row.distance:,.0f} tokens before the answer"
         return f"{row.model}: {row.task} of {row.values}, {where}: {row.accuracy:.0%} of {row.texts} texts"
 
-    found = (
+    found = [  # a list, so that errors of every model come before the first one is measured
         needle_recall(label, generates, tokenizer, options.context, **made)
         for label, generates, tokenizer in _generating(options, "statements")
-    )
+    ]
     return _told(chain.from_iterable(found), said, options.csv, write_needles)[1]
 
 

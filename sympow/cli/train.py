@@ -76,7 +76,6 @@ def run_train(options: argparse.Namespace) -> int | None:
     from sympow.cli.run_checks import check_held_out
     from sympow.recipes import load_recipe
     from sympow.training import fine_tuning_run, override
-    from sympow.training.run_folder import folder_of
 
     config = fine_tuning_run(options.start) if options.recipe is None else load_recipe(options.recipe)
     if options.start is not None:
@@ -84,8 +83,6 @@ def run_train(options: argparse.Namespace) -> int | None:
     config = override(config, options.overrides)
     check_held_out(config.data, options.overrides, "data.")
     folder = Path(options.out or f"runs/{config.name}")
-    if config.start is not None and folder_of(config.start).resolve() == folder.resolve():
-        raise ValueError(f"the run cannot be written into {folder}, from which it begins: give another folder (--out)")
     return run_training(config, folder, options.quiet, options.restart)
 
 

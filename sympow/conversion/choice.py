@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from sympow.conversion.swap import parse_pattern, swap_mixers
+from sympow.conversion.swap import parse_pattern, replaced_layers, swap_mixers
 from sympow.data import Tokenizer, encode_text
 from sympow.data.text import find_texts
 from sympow.models import LanguageModel
@@ -22,26 +23,38 @@ def parse_kept(text: str) -> tuple[str, ...]:
 
     Raises ValueError for what is neither a number nor a pattern of softmax and gated layers.
     """
-    kinds = parse_pattern(f"softmax*{text}" if text.isdecimal() else text)
+    wrong = f"the layers to keep are of one kind, softmax or gated, such as 5 or gated*5; got {text!r}"
+    try:
+        kinds = parse_pattern(f"softmax*{text}" if text.isdecimal() else text)
+    except ValueError as error:
+        raise ValueError(wrong) from error
     if len(set(kinds)) != 1 or kinds[0] not in ("softmax", "gated"):
-        raise ValueError(f"the layers to keep are of one kind, softmax or gated, such as gated*5; got {text!r}")
+        raise ValueError(wrong)
     return kinds
 
 
-def choose_layers(divergences: Sequence[float], count: int) -> list[int]:
+def choose_layers(divergences: Mapping[int, float], count: int) -> list[int]:
     """Returns the layers with the `count` largest divergences, sorted.
 
-    Raises ValueError for more layers than there are.
+    Raises ValueError for more layers than there are, and for a divergence that is not a number.
     """
-    if count > len(divergences):
-        raise ValueError(f"expected at most {len(divergences)} layers to keep, as the model has them; got {count}")
-    return sorted(sorted(range(len(divergences)), key=lambda layer: -divergences[layer])[:count])
+    check_count(len(divergences), count)
+    for layer, divergence in divergences.items():
+        if math.isnan(divergence):
+            raise ValueError(f"the replacement of layer {layer} gives predictions that are not finite")
+    return sorted(sorted(divergences, key=lambda layer: -divergences[layer])[:count])
+
+
+def check_count(replaced: int, count: int) -> None:
+    """Raises ValueError for more layers to keep than are replaced."""
+    if count > replaced:
+        raise ValueError(f"expected at most {replaced} layers to keep, as the pattern replaces so many; got {count}")
 
 
 def layer_divergences(
     teacher: LanguageModel, pattern: Sequence[str], tokens: Tensor, *, p: int = 2, window: int = 1024
-) -> Iterator[float]:
-    """Yields for every layer the mean KL(teacher || model) in nats a token if this layer alone is replaced.
+) -> Iterator[tuple[int, float]]:
+    """Yields every replaced layer and the mean KL(teacher || model) in nats a token if this layer alone is replaced.
 
     Args:
         teacher: as for `swap_mixers`.
@@ -54,13 +67,13 @@ def layer_divergences(
     """
     swapped = swap_mixers(teacher, pattern, p=p, window=window)
     model = swap_mixers(teacher, ("softmax",))
-    for layer, block in enumerate(swapped.blocks):
-        own = model.blocks[layer]
+    for layer in replaced_layers(teacher.config, pattern, p=p, window=window):
+        block, own = swapped.blocks[layer], model.blocks[layer]
         model.blocks[layer] = block  # type: ignore[index]
         with torch.no_grad():
             total = sum(float(model.divergence_sum(row, row, teacher)) for row in tokens.split(1))
         model.blocks[layer] = own  # type: ignore[index]
-        yield total / tokens.numel()
+        yield layer, total / tokens.numel()
 
 
 def rows_of(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tensor:

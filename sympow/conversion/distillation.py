@@ -95,8 +95,11 @@ class Distillation:
 
 @contextmanager
 def narrow_windows(model: LanguageModel, window: int) -> Iterator[None]:
-    """Lets the window layers of a model attend to the last `window` tokens at most within a `with` block."""
-    mixers = [block.mixer for block in model.blocks if isinstance(block.mixer, WindowMixer)]
+    """Lets the windows of a model hold the last `window` tokens at most within a `with` block.
+
+    These are also windows within other mixers, such as `HybridHeads`.
+    """
+    mixers = [module for module in model.modules() if isinstance(module, WindowMixer)]
     before = [mixer.window for mixer in mixers]
     try:
         for mixer in mixers:

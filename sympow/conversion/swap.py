@@ -13,6 +13,7 @@ from sympow.layers.softmax import SoftmaxAttention
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 KINDS = ("power", "window", "softmax", "gated")
+MOST_LAYERS = 10_000  # of one part of a pattern
 ONE = 1.2784645427610738
 """The solution of silu(ONE) = 1. An output gate with weights 0 and this bias multiplies by 1."""
 
@@ -28,13 +29,16 @@ _OF_ROTATIONS = ("frequencies", "max_length", "rotary_fraction", "rope_base", "r
 def parse_pattern(text: str) -> tuple[str, ...]:
     """Reads a pattern of layers: "power*5,softmax" means five layers of power attention and one unchanged layer.
 
-    Raises ValueError for a kind that is not in `KINDS`, and for a count after the asterisk that is not a number.
+    Raises ValueError for a kind that is not in `KINDS`, and for a count after the asterisk that is not a number
+    or above `MOST_LAYERS`.
     """
     kinds: list[str] = []
     for part in text.split(","):
         name, asterisk, count = (piece.strip() for piece in part.partition("*"))
         if name not in KINDS or (asterisk and not (count.isdecimal() and int(count) > 0)):
             raise ValueError(f"a pattern is made of {', '.join(KINDS)}, such as power*5,softmax; got {part.strip()!r}")
+        if asterisk and int(count) > MOST_LAYERS:
+            raise ValueError(f"a part of a pattern has at most {MOST_LAYERS:,} layers; got {part.strip()!r}")
         kinds += [name] * (int(count) if asterisk else 1)
     return tuple(kinds)
 
@@ -90,15 +94,7 @@ def swap_mixers(
     the mixers for their options.
     """
     config = teacher.config
-    pattern = parse_pattern(pattern) if isinstance(pattern, str) else tuple(pattern)
-    if not pattern or any(kind not in KINDS for kind in pattern):
-        raise ValueError(f"a pattern is made of {', '.join(KINDS)}; got {list(pattern)}")
-    if config.body != "llama" or any(mixer.name not in ("softmax", "window") for mixer in config.mixers):
-        names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))
-        raise ValueError(f"the model to convert has the llama body and softmax attention; got {config.body}, {names}")
-    mixers = [
-        _swapped(config.mixer(layer), pattern[layer % len(pattern)], p, window) for layer in range(config.n_layers)
-    ]
+    mixers = _mixers(config, pattern, p, window)
     alike = mixers if any(mixer != mixers[0] for mixer in mixers) else mixers[:1]
     student = LanguageModel(replace(config, mixers=tuple(alike)), seed=0)
     student.to(teacher.embedding.weight)  # before weights are copied: afterwards it would round them
@@ -113,6 +109,23 @@ def swap_mixers(
             if isinstance(block.mixer, PowerAttention | SoftmaxAttention):
                 _make_neutral(block.mixer, config.mixer(layer).options)
     return student.train(teacher.training)
+
+
+def replaced_layers(config: ModelConfig, pattern: Sequence[str], *, p: int = 2, window: int = 1024) -> list[int]:
+    """Returns the layers of which `swap_mixers` makes other ones; arguments and errors are those of `swap_mixers`."""
+    mixers = _mixers(config, pattern, p, window)
+    return [layer for layer, mixer in enumerate(mixers) if mixer != config.mixer(layer)]
+
+
+def _mixers(config: ModelConfig, pattern: Sequence[str], p: int, window: int) -> list[MixerConfig]:
+    """Returns the mixers of all layers after the swap."""
+    pattern = parse_pattern(pattern) if isinstance(pattern, str) else tuple(pattern)
+    if not pattern or any(kind not in KINDS for kind in pattern):
+        raise ValueError(f"a pattern is made of {', '.join(KINDS)}; got {list(pattern)}")
+    if config.body != "llama" or any(mixer.name not in ("softmax", "window") for mixer in config.mixers):
+        names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))
+        raise ValueError(f"the model to convert has the llama body and softmax attention; got {config.body}, {names}")
+    return [_swapped(config.mixer(layer), pattern[layer % len(pattern)], p, window) for layer in range(config.n_layers)]
 
 
 def _swapped(kept: MixerConfig, kind: str, p: int, window: int) -> MixerConfig:

@@ -135,7 +135,10 @@ def _measured(config: DataConfig, path: str | None, remarks: list[str]) -> _Meas
     """Measures the documents at a path, or in the standard library, and adds to the remarks what is left out."""
     if path is None:
         return _Measured(*measure_documents(stdlib_documents()))
-    texts = find_texts(path, config.group, config.suffixes, config.text_field)
+    try:
+        texts = find_texts(path, config.group, config.suffixes, config.text_field)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; data.path names the corpus") from None
     found = _Measured(*measure_documents(texts.documents))
     if not found.documents:
         raise ValueError(f"text corpus {path} is empty: its files hold no text")

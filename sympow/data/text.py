@@ -101,7 +101,7 @@ def find_texts(
     name = str(path)
     root = streamed(name, text_field) if name.startswith(STREAM) else Path(path)
     if not root.exists():
-        raise FileNotFoundError(f"text corpus does not exist: {root}; data.path names the corpus")
+        raise FileNotFoundError(f"text corpus does not exist: {root}")
     if root.is_file():
         files, left_out = [_single_file(root, group, suffixes, text_field)], ""
     else:

@@ -143,6 +143,21 @@ class Mixer(nn.Module, ABC):
         return {}
 
     @classmethod
+    def parts(cls, options: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+        """Returns the mixers within a mixer that is made with `options`, each as its name and its options.
+
+        The key is the option that holds the options of the mixer within. By default this is "options" if the mixer
+        holds another one, see `holds_mixer`.
+
+        Raises ValueError for options that exclude each other.
+        """
+        known = cls.option_parameters()
+        if not cls.holds_mixer or "mixer" not in known:
+            return {}
+        name = options.get("mixer", known["mixer"].default)
+        return {} if name in (None, inspect.Parameter.empty) else {"options": (name, options.get("options") or {})}
+
+    @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """Returns the keyword options of the constructor."""
         return tuple(cls.option_parameters())

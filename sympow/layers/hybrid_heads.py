@@ -63,16 +63,37 @@ class HybridHeads(Mixer):
     ):
         super().__init__(d_model, n_heads)
         window_heads = n_heads // 2 if window_heads is None else window_heads
+        if n_heads < 2:
+            raise ValueError(f"n_heads must be at least 2, for heads of two kinds; got {n_heads}")
         if not 1 <= window_heads < n_heads:
             raise ValueError(f"window_heads must be from 1 to {n_heads - 1}, of {n_heads} heads; got {window_heads}")
-        near = BLOCK | {"head_dim": d_model // n_heads} | dict(window_options or {}) | {"window": window}
-        self.near = make_mixer("window", d_model, window_heads, near)
-        inherited = {"head_dim": near["head_dim"]} if "head_dim" in mixer_class(mixer).option_names() else {}
-        self.far = make_mixer(mixer, d_model, n_heads - window_heads, inherited | dict(options or {}))
+        name, near = self.parts({"window": window, "window_options": window_options})["window_options"]
+        head_dim = near.get("head_dim")
+        if head_dim is None:
+            if d_model % n_heads:
+                raise ValueError(
+                    "d_model must be a multiple of n_heads, or head_dim given in window_options; "
+                    f"got {d_model=}, {n_heads=}"
+                )
+            head_dim = d_model // n_heads
+        self.near = make_mixer(name, d_model, window_heads, BLOCK | dict(near) | {"head_dim": head_dim})
+        far = dict(options or {})
+        if far.get("head_dim") is None and "head_dim" in mixer_class(mixer).option_names():
+            far["head_dim"] = head_dim
+        self.far = make_mixer(mixer, d_model, n_heads - window_heads, far)
         if self.far.reads_tokens:
             raise ValueError(f"the other heads must be of a mixer that does not read tokens; got {mixer!r}")
         self.causal = self.far.causal
         self.reset_parameters()
+
+    @classmethod
+    def parts(cls, options: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+        """Names the mixers of both kinds of heads; see `Mixer.parts`."""
+        own = options.get("window_options") or {}
+        if "window" in own:
+            raise ValueError("window is an option of the hybrid_heads mixer itself, not one of its window_options")
+        window = {"window": options["window"]} if "window" in options else {}
+        return {"window_options": ("window", window | dict(own))} | super().parts(options)
 
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None

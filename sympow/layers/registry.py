@@ -168,7 +168,7 @@ def imported(path: str, what: str) -> Any:
 
 
 def check_mixer(name: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the mixer does not have, and values of another type, also within a `short_convolution`.
+    """Refuses options that the mixer does not have, and values of another type, also of mixers within it.
 
     Raises as `mixer_class` does, TypeError for options that are no dict, and ValueError otherwise.
     """
@@ -185,8 +185,8 @@ def check_mixer(name: str, options: Mapping[str, Any]) -> None:
         if kinds and not any(fits(value) for _, fits in kinds):
             wanted = " or ".join(words for words, _ in kinds)
             raise ValueError(f"the option {option!r} of the {name} mixer must be {wanted}; got {value!r}")
-    if mixer.holds_mixer and options.get("mixer") is not None:
-        check_mixer(options["mixer"], options.get("options") or {})
+    for part in mixer.parts(options).values():
+        check_mixer(*part)
 
 
 def _kinds(parameter: inspect.Parameter) -> list[tuple[str, Callable[[Any], bool]]]:
@@ -203,8 +203,8 @@ def check_complete(name: str, options: Mapping[str, Any]) -> None:
         needed = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if needed and parameter.name not in options:
             raise ValueError(f"the {name} mixer needs the option {parameter.name!r}")
-    if mixer.holds_mixer and options.get("mixer") is not None:
-        check_complete(options["mixer"], options.get("options") or {})
+    for part in mixer.parts(options).values():
+        check_complete(*part)
 
 
 def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]) -> Mixer:
@@ -215,13 +215,12 @@ def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]
 
 
 def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds options of `given` that the mixer has and that are not in `options`, also to a mixer after a convolution."""
+    """Adds options of `given` that the mixer has and that are not in `options`, also to mixers within the mixer."""
     mixer = mixer_class(name)
     known = mixer.option_names()
     filled = {option: value for option, value in given.items() if option in known} | dict(options)
-    behind = options.get("mixer")
-    if mixer.holds_mixer and behind is not None:
-        inner = fill_options(behind, options.get("options") or {}, given)
-        if inner:
-            filled["options"] = inner
+    for option, (inner, own) in mixer.parts(options).items():
+        added = {key: value for key, value in fill_options(inner, own, given).items() if own.get(key) != value}
+        if added:
+            filled[option] = dict(options.get(option) or {}) | added
     return filled

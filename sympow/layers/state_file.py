@@ -28,6 +28,7 @@ _KEPT = {
     ("GatedCache", "cache"),
     ("ShortConvolutionState", "past"),
 }
+_ROUNDED = ("KVCache", "v")  # also within a gated cache
 _LEAST_ROW = 8  # with a scale for each row, shorter rows would hardly be smaller
 _SCALE = ".scale"
 
@@ -58,7 +59,7 @@ def serialize(state: MixerState, dtype: str = "float32", name: str = "state") ->
         dtype: "float32" rounds nothing: every tensor keeps the dtype in which it is held, and a tail of
             decoding stays a tail. "bfloat16" and "int8" fold tails and round tensors of three or more
             dimensions with rows of at least 8; int8 with a float32 scale for each row of the last dimension.
-            Positions and sums that others are divided by are never rounded.
+            Positions, sums that others are divided by and keys with sums of gates are never rounded.
         name: the beginning of every tensor's name.
 
     Raises ValueError for another dtype, and for int8 if numbers are not finite; TypeError for a state that holds
@@ -121,7 +122,7 @@ def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept:
     kind, packed = type(value).__name__, {}
     for entry in fields(value):
         item = _held(value, entry.name)
-        keep = kept or (kind, entry.name) in _KEPT
+        keep = (kept and (kind, entry.name) != _ROUNDED) or (kind, entry.name) in _KEPT
         packed[entry.name] = _packed(item, f"{name}.{entry.name}", dtype, tensors, keep)
     return {"type": kind, "fields": packed}
 

@@ -87,6 +87,8 @@ def _read(text: str, kind: Any, path: str) -> Any:
         names = ", ".join(f"{path}.0.{field.name}" for field in fields(groups[0]))
         raise ValueError(f"{path} is a list of groups of fields; set one of {names}")
     if origin is tuple:
+        if text.lower() == "none" and len(arguments) == 2 and arguments[1] is Ellipsis:
+            return ()
         parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
         open_ended = len(arguments) == 2 and arguments[1] is Ellipsis
         if not open_ended and len(parts) != len(arguments):

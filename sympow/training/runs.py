@@ -70,12 +70,13 @@ def run(
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
     Raises RuntimeError where another process trains in the folder, CheckpointError where the last checkpoint is cut or
-    damaged, also of a finished run, ValueError where the folder holds another run, where
-    the vocabulary of the corpus is larger than that of the model, and where only one of `lesson` and
-    `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
+    damaged, also of a finished run, ValueError where the folder holds another run, or the model from which this run
+    begins or learns, where the vocabulary of the corpus is larger than that of the model, and where only one of
+    `lesson` and `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
     """
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
+    _check_sources(config, Path(out))
     device, settings = resolve_device(config.training.device), config.training
     _check_pass(config, device)
     with launched(device):
@@ -95,6 +96,15 @@ def run(
             return train(
                 config, batches, folder, held_out=held_out, start=start, objective=objective, quiet=quiet, ranks=ranks
             )
+
+
+def _check_sources(config: RunConfig, out: Path) -> None:
+    """Raises ValueError if the folder of the run is that of a model which the run reads: `restart` would remove it."""
+    begins = config.start if config.distillation is None else config.distillation.start
+    teacher = None if config.distillation is None else config.distillation.teacher
+    for source, what in ((begins, "from which it begins"), (teacher, "which holds its teacher")):
+        if source is not None and Path(source).exists() and folder_of(source).resolve() == out.resolve():
+            raise ValueError(f"the run cannot be written into {out}, {what}: give another folder (--out)")
 
 
 def fine_tuning_run(start: str | os.PathLike[str]) -> RunConfig:

@@ -1,7 +1,9 @@
 """`sympow passkey` on a small run."""
 
 import csv
+import json
 import os
+import shutil
 import signal
 import sys
 
@@ -55,6 +57,19 @@ def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch):
         assert main(["passkey", *words, "--quiet"]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"sympow: error: {line}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["passkey", "needles"])
+def test_errors_of_all_models_come_before_the_first_one_is_measured(run, tmp_path, capsys, command):
+    shutil.copytree(run, tmp_path / "mute")
+    config = json.loads((run / "config.json").read_text())
+    config["data"] = {"kind": "zarr", "path": "rows.zarr", "tokenizer": None, "vocab_size": 256}
+    (tmp_path / "mute" / "config.json").write_text(json.dumps(config))
+    words = [str(run), str(tmp_path / "mute"), "--context", "400", "--texts", "1", "--csv", f"{tmp_path}/a.csv"]
+    assert main([command, *words, "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("sympow: error: ") and err.count("\n") == 1
+    assert "tokenizer" in err and not (tmp_path / "a.csv").exists()
 
 
 def test_needles(run, tmp_path, capsys):

@@ -1,9 +1,11 @@
 """The choice of the layers that keep softmax attention."""
 
+import re
+
 import pytest
 import torch
 
-from sympow.conversion import swap_mixers
+from sympow.conversion import parse_pattern, swap_mixers
 from sympow.conversion.choice import ROW_TOKENS, ROWS, choose_layers, layer_divergences, parse_kept, rows_of
 from sympow.data import ByteTokenizer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
@@ -23,27 +25,40 @@ def teacher() -> LanguageModel:
 def test_a_layer_counts_by_what_its_replacement_alone_changes():
     model, tokens = teacher(), torch.randint(19, (3, 40), generator=torch.Generator().manual_seed(3))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    found = list(layer_divergences(model, ("power", "window", "power"), tokens, window=3))
+    found = dict(layer_divergences(model, ("power", "window", "power"), tokens, window=3))
+    assert [*found] == [0, 1, 2, 3]
     for layer in range(4):
         kinds = ["softmax"] * 4
         kinds[layer] = ("power", "window", "power")[layer % 3]
         with torch.no_grad():
             p, q = (each(tokens).log_softmax(-1) for each in (model, swap_mixers(model, kinds, window=3)))
         assert found[layer] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3, abs=1e-6)
-    assert found[2] == pytest.approx(0, abs=1e-6) and max(found) > 0.01
+    assert found[2] == pytest.approx(0, abs=1e-6) and max(found.values()) > 0.01
     assert choose_layers(found, 3) == [0, 1, 3]
-    assert choose_layers([0.5, 0.1, 0.7, 0.6], 2) == [2, 3]
+    assert choose_layers({0: 0.5, 1: 0.1, 2: 0.7, 3: 0.6}, 2) == [2, 3]
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    with pytest.raises(ValueError, match="expected at most 4 layers to keep, as the model has them; got 5"):
+    with pytest.raises(ValueError, match="expected at most 4 layers to keep, as the pattern replaces so many; got 5"):
         choose_layers(found, 5)
+    with pytest.raises(ValueError, match="the replacement of layer 2 gives predictions that are not finite"):
+        choose_layers(found | {2: float("nan")}, 1)
+
+
+def test_only_layers_that_the_pattern_replaces_are_chosen():
+    model, tokens = teacher(), torch.randint(19, (1, 40), generator=torch.Generator().manual_seed(3))
+    found = dict(layer_divergences(model, ("softmax", "softmax", "window", "power"), tokens, window=50))
+    assert [*found] == [2, 3] and found[2] == pytest.approx(0, abs=1e-6)  # the window holds all tokens
+    assert choose_layers(found, 2) == [2, 3]
+    assert list(layer_divergences(model, ("softmax",), tokens)) == []
 
 
 def test_what_is_kept():
     assert parse_kept("2") == ("softmax", "softmax") == parse_kept("softmax*2")
     assert parse_kept("gated*3") == ("gated",) * 3
-    for text in ("0", "power*2", "gated,softmax", "x", ""):
-        with pytest.raises(ValueError, match="such as"):
+    for text in ("0", "power*2", "gated,softmax", "x", "", "1.5", "-1", "10001", "9" * 30, "gated*0"):
+        with pytest.raises(ValueError, match=f"the layers to keep are of one kind.*; got '{re.escape(text)}'"):
             parse_kept(text)
+    with pytest.raises(ValueError, match="a part of a pattern has at most 10,000 layers; got 'power\\*10000000000'"):
+        parse_pattern("softmax,power*10000000000")  # a list of that length would not fit in memory
 
 
 def test_rows_are_the_beginnings_of_documents(tmp_path):

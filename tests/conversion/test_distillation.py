@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
+from sympow.conversion.distillation import narrow_windows
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import (
@@ -21,6 +22,7 @@ from sympow.training import (
     load_checkpoint,
     load_model,
     read_metrics,
+    run,
     train,
 )
 from sympow.training.checkpoint import list_checkpoints
@@ -148,6 +150,24 @@ def windowed(folder, stages: DistillationConfig, pattern: str = "window,power,ga
     return read_metrics(folder), seen
 
 
+def test_a_run_is_not_written_into_the_folder_of_a_model_that_it_reads(tmp_path):
+    """`restart` would remove this model."""
+    config, _, student = job()
+    plain = dataclasses.replace(config, distillation=None)
+    for name, model in (("start", student), ("teacher", teacher())):
+        write_run_folder(tmp_path / name, dataclasses.replace(plain, model=model.config), model, tokenizer=None)
+    stages = DistillationConfig(str(tmp_path / "start"), str(tmp_path / "teacher"))
+    for name, what in (("start", "from which it begins"), ("teacher", "which holds its teacher")):
+        message = f"the run cannot be written into {tmp_path / name}, {what}: give another folder"
+        for restart in (False, True):
+            with pytest.raises(ValueError, match=message):
+                distill(dataclasses.replace(config, distillation=stages), tmp_path / name, restart=restart, quiet=True)
+        assert load_model(tmp_path / name).model.config.n_layers == 3
+    with pytest.raises(ValueError, match="from which it begins"):
+        run(dataclasses.replace(plain, start=stages.start), tmp_path / "start", restart=True, quiet=True)
+    assert load_model(tmp_path / "start").model.config == student.config
+
+
 STAGES = DistillationConfig("start", "teacher", layer_steps=3, text_steps=3, window_dropout=0.5)
 
 
@@ -214,6 +234,17 @@ def test_windows_are_as_they_were_after_an_error():
         assert [block.mixer.window for block in model.blocks] == [64] * 3
         raise RuntimeError("on purpose")
     assert [block.mixer.window for block in model.blocks] == [90] * 3
+
+
+def test_windows_within_other_mixers_are_narrow_too():
+    mixers = (
+        MixerConfig("hybrid_heads", {"window": 90}),
+        MixerConfig("short_convolution", {"mixer": "window", "options": {"window": 90}}),
+    )
+    model = LanguageModel(ModelConfig(16, 24, 2, 2, mixers))
+    with narrow_windows(model, 64):
+        assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [64, 64]
+    assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [90, 90]
 
 
 def test_the_kinds_of_layers_and_two_windows_are_few_graphs():

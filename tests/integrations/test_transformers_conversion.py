@@ -98,11 +98,33 @@ def test_the_result_loads_everywhere(folder, capsys):
     torch.testing.assert_close(exported(tokens, use_cache=False).logits, native(tokens), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--keep", "", "--by", "text"], "the layers to keep are of one kind, softmax or gated, such as 5 or gated*5"),
+        (["--keep", "2", "--by", "nowhere"], "text corpus does not exist: nowhere"),
+        (["--keep", "5", "--by", "text"], "expected at most 4 layers to keep, as the pattern replaces so many; got 5"),
+        (
+            ["--keep", "gated*1", "--by", "text", "--pattern", "softmax"],
+            "expected at most 0 layers to keep, as the pattern replaces so many; got 1",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_kept_are_refused_before_the_choice(folder, capsys, monkeypatch, words, message):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sympow.conversion.choice.swap_mixers", None)  # is not called
+    assert main(["convert", "hf", "--out", "refused", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(f"sympow: error: {message}")
+    assert "data.path" not in error and not (folder / "refused").exists()
+
+
 def test_gated_layers_that_are_chosen_train_and_load_everywhere(folder, capsys):
     command = ["convert", f"{folder}/hf", "--out", f"{folder}/gated", "--pattern", "power,window", "--window", "8"]
     assert main([*command, "--keep", "gated*2", "--by", f"{folder}/text"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("layers of gated, with the divergence that the replacement of each alone gives: ")
+    assert "2 of gated" in out[1] and "softmax" not in out[1]
     config = load_model(f"{folder}/gated").model.config
     gated = [layer for layer in range(4) if config.mixer(layer).options.get("rotation") == "none"]
     assert [int(layer) for layer in re.findall(r"(\d+) \(", out[0])] == gated and len(gated) == 2

@@ -52,8 +52,9 @@ def test_one_rank_has_the_whole():
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"mixers": (MixerConfig("retnet"),)}, "the retnet mixer has none to split"),
-        ({"mixers": (MixerConfig("rwkv7"),)}, "the rwkv7 mixer has none to split"),
+        ({"mixers": (MixerConfig("retnet"),)}, "it cannot split the retnet mixer"),
+        ({"mixers": (MixerConfig("rwkv7"),)}, "it cannot split the rwkv7 mixer"),
+        ({"mixers": (MixerConfig("hybrid_heads", {"window": 4}),)}, "it cannot split the hybrid_heads mixer"),
         ({"n_kv_heads": 1}, "over 2 ranks needs n_kv_heads to be a multiple of that; got 1"),
         ({"n_heads": 3, "d_model": 33, "n_kv_heads": 3}, "over 2 ranks needs n_heads to be a multiple of that; got 3"),
         ({"mlp_ratio": 3}, "over 2 ranks needs mlp_ratio to be a multiple of that; got 3"),

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.context_damage import READ, corruptions, kill_writers, small_model, spoil
 from sympow.layers import power
+from sympow.layers.state_file import deserialize, serialize
 from sympow.models import (
     Context,
     ContextError,
@@ -294,3 +295,20 @@ def test_the_header_tells_what_is_held(tmp_path):
     header = read_header(tmp_path / "x.ctx")
     assert (header.tokens, header.rows, header.dtype, header.digest) == (9, 3, "int8", context.digest)
     assert json.loads(json.dumps(header.tree)) == header.tree
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", torch.bfloat16), ("int8", torch.int8)])
+def test_of_a_gated_cache_only_keys_are_exact(dtype, stored):
+    """They contain sums of gates. The values are rounded as those of other caches."""
+    made = model("gated-softmax")
+    with torch.no_grad():
+        _, state = made.step(torch.arange(40)[None] % VOCAB, made.init_state(1))
+    packed = serialize(state, dtype)
+    keys = {name: tensor.dtype for name, tensor in packed.tensors.items() if name.endswith("cache.k")}
+    values = {name: tensor.dtype for name, tensor in packed.tensors.items() if name.endswith("cache.v")}
+    assert len(keys) == len(values) == 2
+    assert {*keys.values()} == {torch.float32} and {*values.values()} == {stored}
+    rounded = deserialize(packed, "cpu")
+    with torch.no_grad():
+        expected, found = (made.step(torch.tensor([[3]]), each)[0] for each in (state, rounded))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05)

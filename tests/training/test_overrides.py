@@ -47,6 +47,11 @@ def test_none_tuples_and_dictionaries(make_config):
         "data.suffixes=",
     ]
     assert override(config, zarr).data.storage_options == {"token": "anon"}
+    several = override(config, ["data.path=none", "data.paths=x,y", "data.weights=3,1"])
+    one = override(several, ["data.path=z", "data.paths=none", "data.weights=none"])  # as the error says
+    assert (one.data.path, one.data.paths, one.data.weights) == ("z", (), ())
+    with pytest.raises(ValueError, match=r"data takes path or paths, .*: set one to none"):
+        override(several, ["data.path=z"])
 
 
 def test_fields_that_belong_together_change_together(make_config):

@@ -27,7 +27,7 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
         config: the model.
         ranks: how many share a layer.
 
-    Raises ValueError for mixers without key/value heads, and for heads or an MLP that the ranks do not divide.
+    Raises ValueError for mixers that cannot be split, and for heads or an MLP that the ranks do not divide.
     """
     if ranks == 1:
         return config
@@ -38,7 +38,7 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
     for layer, mixer in enumerate(config.mixers):
         found = mixer_class(mixer.name)
         if not issubclass(found, AttentionMixer) or found.own_output:
-            raise ValueError(f"tensor parallelism splits key/value heads; the {mixer.name} mixer has none to split")
+            raise ValueError(f"tensor parallelism splits key/value heads; it cannot split the {mixer.name} mixer")
         options = config.mixer_options(layer)
         kv_heads = _share("n_kv_heads", options.get("n_kv_heads") or config.n_heads, ranks)
         head_dim = options.get("head_dim") or config.d_model // config.n_heads
