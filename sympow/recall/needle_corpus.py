@@ -33,6 +33,7 @@ from sympow.evaluation.needles import (
     draw_number,
     interleaved,
 )
+from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 
 ROWS = 1000
@@ -92,6 +93,7 @@ WORDS = tuple(_NOUNS.split())  # for texts with few words
 _SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
 _OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
 _VERSION = "needles-2"  # of the rules in this file; change it if they make other rows
+_TOKEN_BYTES = 32  # of memory for each token of a row, at least, while it is made
 
 
 class _Fact(NamedTuple):
@@ -133,6 +135,7 @@ def build_needle_corpus(
     """
     if rows < 1 or seed < 0:
         raise ValueError(f"expected at least one row and a seed of at least 0; got {rows} and {seed}")
+    check_memory(f"a row of {row_tokens:,} tokens", _TOKEN_BYTES * row_tokens)
     filler = Prose(tokenizer)
     for number in range(min(rows, 8)):  # so that rows which are too short leave no unfinished folder
         needle_row(filler, tokenizer, row_tokens, np.random.default_rng([seed, 0, number]))

@@ -215,6 +215,12 @@ def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_pat
         build_needle_corpus(tmp_path / "whole", sources / "texts", BPE, **options | {"seed": 4})
 
 
+def test_rows_beyond_memory_are_refused_at_once(sources, tmp_path):
+    with pytest.raises(ValueError, match=r"a row of 10,000,000,000,000 tokens needs .* of memory; this machine has"):
+        build_needle_corpus(tmp_path / "long", sources / "texts", BPE, row_tokens=10**13)
+    assert not (tmp_path / "long").exists()
+
+
 def test_rows_of_other_lengths_are_mixed(sources, tmp_path):
     build_corpus(tmp_path / "docs", sources / "texts", tokenizer=BPE, row_tokens=300)
     build_needle_corpus(tmp_path / "recall", sources / "texts", BPE, rows=4, row_tokens=1024)
