@@ -34,7 +34,7 @@ from benchmarks.common.cases import DTYPES, Case, make_inputs
 from benchmarks.common.measure import measured, options, write
 from benchmarks.common.peers import heads_first
 from benchmarks.ops import MODES, check, expected, power_call, relative
-from sympow.layers.attention import HeadOptions
+from sympow.layers.attention import BLOCK
 from sympow.layers.power import PowerAttention
 from sympow.layers.softmax import SoftmaxAttention
 
@@ -57,7 +57,6 @@ ROUNDS = 15
 FUNCTIONS = 15  # of a profile
 # Of a layer's output and of the gradient of its input: a few roundings of the dtype, one behind the other.
 ROUNDINGS = 8
-BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
 
 
 def microseconds(calls: Sequence[Callable[[], object]], device: str) -> list[tuple[float, float]]:

@@ -50,6 +50,10 @@ class HeadOptions(TypedDict, total=False):
     output_gate_bias: bool
 
 
+BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
+"""The options of the parts that power attention has around its heads by default."""
+
+
 class AttentionMixer(Mixer):
     """Mixes by queries, keys and values in heads, with a rotation.
 

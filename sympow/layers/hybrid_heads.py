@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sympow.layers.attention import BLOCK
 from sympow.layers.base import Mixer
 from sympow.layers.registry import make_mixer, mixer_class
 from sympow.layers.state import After, MixerState
-
-BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, is_product, linears_float32, state_options
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
@@ -103,11 +103,7 @@ class PowerAttention(AttentionMixer):
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
     ):
-        heads.setdefault("rotary_fraction", 0.25)
-        heads.setdefault("short_convolution", 4)
-        heads.setdefault("head_norm", True)
-        heads.setdefault("output_gate", True)
-        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        super().__init__(d_model, n_heads, rotation=rotation, **(BLOCK | heads))
         p, chunk_size = plain(p), plain(chunk_size)
         check_options(p, None, bool(normalize), eps)
         check_form(chunk_size, impl)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
 from sympow.layers.state import MixerState
@@ -72,11 +72,7 @@ class PowerDeltaAttention(AttentionMixer):
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
     ):
-        heads.setdefault("rotary_fraction", 0.25)
-        heads.setdefault("short_convolution", 4)
-        heads.setdefault("head_norm", True)
-        heads.setdefault("output_gate", True)
-        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        super().__init__(d_model, n_heads, rotation=rotation, **(BLOCK | heads))
         check_options(p, None, False, 1.0)
         check_form(chunk_size, impl)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use

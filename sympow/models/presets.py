@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sympow.layers.attention import BLOCK
 from sympow.models.config import Body, MixerConfig, ModelConfig
 
 # name: (d_model, n_layers, n_heads). The last four are GPT-2's; see `preset` for their parameters.
@@ -18,10 +19,9 @@ PRESETS: dict[str, tuple[int, int, int]] = {
 }
 
 _POWER = MixerConfig("power")
-_BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
 _HEADS = MixerConfig("hybrid_heads", {"window": 1024})
 HYBRID = (
-    _HEADS, _HEADS, _HEADS, MixerConfig("softmax", _BLOCK | {"gate": True, "rotation": "none"}), _HEADS, _HEADS
+    _HEADS, _HEADS, _HEADS, MixerConfig("softmax", dict(BLOCK) | {"gate": True, "rotation": "none"}), _HEADS, _HEADS
 )  # fmt: skip
 """The mixers of a hybrid, for six layers or a multiple of six.
 

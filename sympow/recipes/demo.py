@@ -5,6 +5,7 @@ head's output, a gate on it, and a rotation of a quarter of the channels.
 """
 
 from sympow.data import DataConfig
+from sympow.layers.attention import BLOCK
 from sympow.models import MixerConfig, ModelConfig
 from sympow.training import RunConfig, TrainingConfig
 
@@ -16,8 +17,7 @@ def power() -> RunConfig:
 
 def softmax() -> RunConfig:
     """Softmax attention in the same block."""
-    block = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
-    return _config("demo-softmax", MixerConfig("softmax", block))
+    return _config("demo-softmax", MixerConfig("softmax", dict(BLOCK)))
 
 
 def _config(name: str, mixer: MixerConfig) -> RunConfig:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from sympow.data import DataConfig
+from sympow.layers import attention
 from sympow.models import HYBRID, MixerConfig, ModelConfig, preset
 from sympow.training import RunConfig, TrainingConfig
 
@@ -22,7 +23,7 @@ STEPS = 460  # 30 million tokens
 VOCAB_SIZE = 16_384
 LONGEST = 65_536  # tokens of a document
 
-BLOCK: dict[str, Any] = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
+BLOCK: dict[str, Any] = dict(attention.BLOCK)
 PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 PUBLISHED: dict[str, Any] = PLAIN | {"eps": 1e-6, "initial_score": 0.0}
 UNGATED: dict[str, Any] = {"gate": False, "rotation": "fixed"}
