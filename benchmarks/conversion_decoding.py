@@ -23,7 +23,7 @@ GROWING, WHOLE = "teacher, growing cache", "teacher, whole cache"
 CONVERTED = {
     "windows of 1,024 and power": "window,power",
     "power": "power",
-    "hybrid": "power*16,softmax,power,softmax*3,power*2,softmax,power*6",
+    "power and five softmax": "power*16,softmax,power,softmax*3,power*2,softmax,power*6",
 }
 SHAPE = {"smollm2": (49_152, 576, 30, 9, 3, 1536), "tiny": (256, 32, 2, 2, 1, 64)}
 

@@ -368,8 +368,8 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "The table shows tokens per second and the bytes of the states, for whole models of this shape with\n"
         "random weights. A step reads one token. The keys and values of the past are random. A step is either\n"
         "one CUDA graph, or its kernels are launched one by one. The teacher is measured twice: with a cache\n"
-        "that grows, and with a cache that has room for all tokens from the start. `hybrid` in this table has\n"
-        "25 power layers and five softmax layers with rotation, and not the layers of `hybrid` above.\n\n"
+        'that grows, and with a cache that has room for all tokens from the start. The model "power\n'
+        'and five softmax" has 25 power layers and five softmax layers with rotation.\n\n'
         "```\n"
         "python -m benchmarks.conversion_decoding --device cuda \\\n"
         "    --csv benchmarks/results/conversion/decoding.csv\n"

@@ -28,7 +28,7 @@ LABELS = {
     "hybrid_window_delta": "three layers delta rule, two windows of 128, one softmax, gate",
     "heads_delta": "window of 1,024 and delta rule, half of the heads each",
     "heads_delta+window=512": "window of 512 and delta rule, half of the heads each",
-    "hybrid_heads_delta": "five layers window of 1,024 and delta rule by heads, one softmax, gate",
+    "hybrid_heads_delta": "five layers window of 1,024 and delta rule, half of the heads each; one softmax, gate",
     "window_delta+window=1024": "window of 1,024 and delta rule, in turns",
     "window_delta+window=512": "window of 512 and delta rule, in turns",
     "window_delta": "window of 128 and delta rule, in turns",

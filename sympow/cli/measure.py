@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -266,17 +267,13 @@ def run_passkey(options: argparse.Namespace) -> int | None:
 
     check_writable(options.csv)
     check_image(options.plot)
-    texts = {"texts": options.texts, "seed": options.seed, "quiet": options.quiet}
 
     def said(row: PasskeyRow) -> str:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}"
         return f"{row.model}: {where}: {row.accuracy:.0%} of {row.texts} numbers"
 
-    found = [  # a list, so that errors of every model come before the first one is measured
-        passkey_recall(label, generates, tokenizer, options.context, **texts)
-        for label, generates, tokenizer in _generating(options, "passkeys")
-    ]
-    rows, code = _told(chain.from_iterable(found), said, options.csv, write_passkeys)
+    measured = partial(passkey_recall, texts=options.texts, seed=options.seed, quiet=options.quiet)
+    rows, code = _told(options, "passkeys", measured, said, write_passkeys)
     if options.plot:
         plot_passkeys(rows, options.plot)
     return code
@@ -300,22 +297,25 @@ def run_needles(options: argparse.Namespace) -> int | None:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}, {row.distance:,.0f} tokens before the answer"
         return f"{row.model}: {row.task} of {row.values}, {where}: {row.accuracy:.0%} of {row.texts} texts"
 
-    found = [  # a list, so that errors of every model come before the first one is measured
-        needle_recall(label, generates, tokenizer, options.context, **made)
-        for label, generates, tokenizer in _generating(options, "statements")
-    ]
-    return _told(chain.from_iterable(found), said, options.csv, write_needles)[1]
+    return _told(options, "statements", partial(needle_recall, **made), said, write_needles)[1]
 
 
 def _told(
-    rows: Iterable[Row], said: Callable[[Row], str], file: str | None, write: Callable[[str, Iterable[Row]], None]
+    options: argparse.Namespace,
+    texts: str,
+    measure: Callable[[str, Continue, Tokenizer, Sequence[int]], Iterator[Row]],
+    said: Callable[[Row], str],
+    write: Callable[[str, Iterable[Row]], None],
 ) -> tuple[list[Row], int | None]:
-    """Prints a line for each row, and writes the row into the file, when it is measured.
+    """Measures every model; prints a line for each row, and writes the row into the file, when it is measured.
 
     After Ctrl-C or SIGTERM the row that is being measured is the last one. Returns the rows, and the exit code.
     """
     from sympow.training.interrupt import StopRequest
 
+    # A list, so that errors of every model come before the first one is measured.
+    rows = chain.from_iterable([measure(*model, options.context) for model in _generating(options, texts)])
+    file = options.csv
     kept: list[Row] = []
     with StopRequest(doing="stopping after this row") as stop:
 
