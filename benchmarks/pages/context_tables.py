@@ -28,7 +28,6 @@ MODELS = {
     "hybrid_delta_gate": "hybrid, delta rule",
     "hybrid_power_gate": "hybrid, power",
     "window": "window of 1,024",
-    "window+window=2112": "window of 2,112",
     "power_delta": "delta rule, p = 2",
     "power": "power, p = 2",
 }
