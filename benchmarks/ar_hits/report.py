@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.context_scaling.paired import interval
-from benchmarks.pages.prose import wrapped
+from benchmarks.pages.prose import filled, table
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
 from sympow.evaluation.plot import COLOURS, MARKERS
 from sympow.recall.results import group
@@ -68,14 +67,12 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
     makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of,
               "distances": distances_table, "closed": closed_table}  # fmt: skip
 
-    def written(match: re.Match[str]) -> str:
-        name, _, corpus = match[1].partition(" ")
+    def written(mark: str) -> str:
+        name, _, corpus = mark.partition(" ")
         alone = {"exact": exact_table, "sources": sources_table}
-        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
-        return f"<!-- table: {match[1]} -->\n{wrapped(text)}\n<!-- end -->"
+        return makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
 
-    text = page.read_text(encoding="utf-8")
-    page.write_text(re.sub(r"<!-- table: (.+?) -->.*?<!-- end -->", written, text, flags=re.DOTALL), encoding="utf-8")
+    page.write_text(filled(page.read_text(encoding="utf-8"), written), encoding="utf-8")
     files = []
     for corpus, tables in corpora.items():
         for name, make in (("curves", curves), ("shares", shares_figure)):
@@ -116,8 +113,7 @@ def distances_table(tables: Tables) -> str:
                    if recipe == top and start == starts[0][0] and (LEAST_RECALL, seed, start) in cells)  # fmt: skip
     if not seeds:
         return MISSING
-    lines = [f"| model | learning rate | {' | '.join(f'{start:,} to {end - 1:,}' for start, end in starts)} |"]
-    lines.append("|---|---:|" + "---:|" * len(starts))
+    lines = []
     for recipe in recipes:
         rate = next(row["learning_rate"] for row in tables["run"] if row["recipe"] == recipe)
         written = [LABELS[recipe], f"{rate:g}"]
@@ -125,8 +121,8 @@ def distances_table(tables: Tables) -> str:
             own = [seed for seed in seeds if (recipe, seed, start) in cells]
             ends = [[cells[name, seed, start]["loss"] for seed in own] for name in (LEAST_RECALL, top, recipe)]
             written.append(_closed(*ends) if own else "not measured")
-        lines.append(f"| {' | '.join(written)} |")
-    return "\n".join(lines)
+        lines.append(written)
+    return table(" | ".join(["model | learning rate", *(f"{start:,} to {end - 1:,}" for start, end in starts)]), lines)
 
 
 def _closed(least: list[float], most: list[float], own: list[float]) -> str:
@@ -146,15 +142,15 @@ def closed_table(tables: Tables) -> str:
     """
     arrays = {recipe: _arrays(tables, recipe) for recipe in _recipes(tables)}
     hybrids = [name for name in arrays if name.startswith("control_") and name not in CLOSED]
-    lines = ["| model | seeds | of all tokens | of AR hits |", "|---|---:|---:|---:|"]
+    lines = []
     for name in hybrids:
         seeds = sorted(seed for seed in arrays[name] if all(seed in arrays.get(end, {}) for end in CLOSED))
         if seeds:
             nats = [np.stack([arrays[each][seed][1] for seed in seeds]) for each in (*CLOSED, name)]
             closed = [_closed_share(*(losses.sum(-1) for losses in nats))]
             closed.append(_closed_share(*(losses[..., PARTS.index("hits")] for losses in nats)))
-            lines.append(f"| {LABELS[name]} | {len(seeds)} | {' | '.join(closed)} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+            lines.append([LABELS[name], len(seeds), *closed])
+    return table("model | seeds | of all tokens | of AR hits", lines) if lines else MISSING
 
 
 def _closed_share(least: np.ndarray, most: np.ndarray, own: np.ndarray) -> str:
@@ -175,8 +171,7 @@ def _closed_share(least: np.ndarray, most: np.ndarray, own: np.ndarray) -> str:
 
 def losses_table(tables: Tables) -> str:
     """Returns a row for each recipe: mean loss of every slice over the seeds, with perplexity."""
-    lines = ["| model | weights | seeds | all tokens | AR hits | other tokens | repeated, frequent | new in the row |"]
-    lines.append("|---|" + "---:|" * 7)
+    lines = []
     for recipe in _recipes(tables):
         runs = [row for row in tables["run"] if row["recipe"] == recipe]
         cells = [LABELS[recipe], f"{runs[0]['parameters'] / 1e6:.1f}M", str(len(runs))]
@@ -184,14 +179,14 @@ def losses_table(tables: Tables) -> str:
             losses = [_loss(tables, recipe, row["seed"], parts) for row in runs]
             found = interval([loss for loss in losses if loss is not None])
             cells.append("no tokens" if found is None else f"{found.text()} ({math.exp(found.mean):,.1f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+        lines.append(cells)
+    heading = "model | weights | seeds | all tokens | AR hits | other tokens | repeated, frequent | new in the row"
+    return table(heading, lines) if lines else MISSING
 
 
 def gaps_table(tables: Tables) -> str:
     """Returns a row for each recipe: its gap to attention, the contribution of AR hits to the gap, and their share."""
-    lines = ["| model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source |"]
-    lines.append("|---|" + "---:|" * 4)
+    lines = []
     for recipe in _recipes(tables):
         found = shares(tables, recipe)
         if recipe in BASES or found is None:
@@ -201,8 +196,9 @@ def gaps_table(tables: Tables) -> str:
         share = f"{hits.share:.0%} [{hits.share_low:.0%}, {hits.share_high:.0%}]" if clear else "no clear gap"
         published = published_share(hits.nats, whole.nats)
         cells = [LABELS[recipe], _nats(whole), _nats(hits), share, "" if math.isnan(published) else f"{published:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+        lines.append(cells)
+    heading = "model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source"
+    return table(heading, lines) if lines else MISSING
 
 
 def slices_of(tables: Tables) -> str:
@@ -224,29 +220,24 @@ def exact_table(tables: Tables) -> str:
     if not (tables["exact"] and tables["timed"]):
         return MISSING
     row, timed = tables["exact"][0], tables["timed"][0]
-    return "\n".join(
-        [
-            "| | tokens | bigrams counted in | cells | largest difference | seconds |",
-            "|---|---:|---:|---:|---|---:|",
-            f"| against brute force | {row['tokens']:,} | {row['counted_tokens']:,} | {row['cells']} | "
-            f"{row['wrong_counts']} counts, {row['largest_difference_tokens']} tokens, "
-            f"{row['largest_difference_nats']:.1e} nats of a cell's sum; slices less whole "
-            f"{row['slices_less_whole_nats']:.1e} nats a token | {row['seconds']}, brute force "
-            f"{row['brute_force_seconds']} |",
-            f"| timed | {timed['tokens']:,} | {timed['counted_tokens']:,} | | | {timed['seconds']} |",
-            "",
-            f"{timed['processor']}, shared with other programs; commit {timed['commit']}.",
-        ]
-    )
+    difference = (f"{row['wrong_counts']} counts, {row['largest_difference_tokens']} tokens, "
+                  f"{row['largest_difference_nats']:.1e} nats of a cell's sum; slices less whole "
+                  f"{row['slices_less_whole_nats']:.1e} nats a token")  # fmt: skip
+    lines = [["against brute force", f"{row['tokens']:,}", f"{row['counted_tokens']:,}", row["cells"], difference,
+              f"{row['seconds']}, brute force {row['brute_force_seconds']}"],
+             ["timed", f"{timed['tokens']:,}", f"{timed['counted_tokens']:,}", "", "", timed["seconds"]]]  # fmt: skip
+    shown = table(" | tokens | bigrams counted in | cells | largest difference | seconds", lines, left=(0, 4))
+    return f"{shown}\n\n{timed['processor']}, shared with other programs; commit {timed['commit']}."
 
 
 def sources_table(tables: Tables) -> str:
     """Returns a row for each source of a corpus: its repeated bigrams in a sequence, and their power law."""
-    lines = ["| source | sequences | repeated bigrams in a sequence | power of the distance |", "|---|---:|---:|---:|"]
+    lines = []
     for (source,), same in group(tables.get("sources", []), "source").items():
         hits = sum(row["hits"] for row in same) / same[0]["sequences"]
-        lines.append(f"| {source} | {same[0]['sequences']:,} | {hits:.0f} | {-same[0]['exponent']:.2f} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+        lines.append([source, f"{same[0]['sequences']:,}", f"{hits:.0f}", f"{-same[0]['exponent']:.2f}"])
+    heading = "source | sequences | repeated bigrams in a sequence | power of the distance"
+    return table(heading, lines) if lines else MISSING
 
 
 def about(tables: Tables) -> str:
