@@ -42,9 +42,8 @@ def comparison(found: Found, study: str, not_learned: float) -> str:
         if not found.rows(run):
             continue
         other = baseline_of(run, study)
-        loss = _text(found.mean(run, "held_out_loss"), 3) + (
-            "" if found.learned(run, not_learned) else " (not learned)"
-        )
+        mark = "" if found.learned(run, not_learned) else " (not learned)"
+        loss = _text(found.mean(run, "held_out_loss"), 3) + mark
         less, times = (None, None) if other == run else (found.difference(run, other), found.ratio(run, other))
         cells = [setting(run, varying(runs)), f"{label(run.variant)}, {run.learning_rate:g}", loss,
                  _text(less, 3, sign=True), _text(times, 3), _text(found.mean(run, "best_loss"), 3),
