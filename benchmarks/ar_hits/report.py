@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.context_scaling.paired import interval
 from benchmarks.pages.prose import filled, table
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
-from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.evaluation.plot import COLOURS, curve_style, panels, set_grid, shared_legend
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -269,12 +269,12 @@ def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
 
 def curves(tables: Tables) -> Any:
     """Draws loss against the count in training, of repeats and of what is new, and against the distance of AR hits."""
-    figure, axes = panels(4, (4, 3.8))
+    figure, axes = panels(4, (4, 3.8), dpi=130)
     titles = ("repeated in the row", "new in the row", "AR hits: loss", "AR hits: how many")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=10)
     for n, recipe in enumerate(_recipes(tables)):
-        style = _style(n, recipe)
+        style = curve_style(n) | {"label": LABELS[recipe], "markersize": 4}
         for axis, part in zip(axes, ("repeated", "new", "distance"), strict=False):
             axis.plot(*_curve(tables, recipe, part, "loss"), **style)
     axes[3].plot(*_curve(tables, _recipes(tables)[0], "distance", "rate"), "o", color="black", markersize=4)
@@ -293,7 +293,9 @@ def curves(tables: Tables) -> Any:
     for axis in axes[:3]:
         axis.set_ylabel("held-out loss (nats a token)")
     figure.suptitle(_of_runs(tables), fontsize=10)
-    return finish(figure, axes)
+    set_grid(axes)
+    shared_legend(figure, axes)
+    return figure
 
 
 def _of_runs(tables: Tables) -> str:
@@ -305,7 +307,7 @@ def _of_runs(tables: Tables) -> str:
 
 def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
-    figure, axes = panels(1, (8, 4.2))
+    figure, axes = panels(1, (8, 4.2), dpi=130)
     (axis,) = axes
     recipes = [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
@@ -321,7 +323,9 @@ def shares_figure(tables: Tables) -> Any:
     axis.axvline(0, color="0.35", linewidth=1)
     axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
     figure.suptitle(_of_runs(tables), fontsize=10)
-    return finish(figure, axes)
+    set_grid(axes)
+    shared_legend(figure, axes)
+    return figure
 
 
 def _recipes(tables: Tables) -> list[str]:
@@ -358,36 +362,5 @@ def _curve(tables: Tables, recipe: str, part: str, column: str) -> tuple[list[fl
     return middles, [mean(row[column] for row in same) for _, same in cells]
 
 
-def _style(n: int, recipe: str) -> dict[str, Any]:
-    again = n // len(COLOURS)  # a second round: other markers, dashed
-    marker, line = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--")[again]
-    style = {"label": LABELS[recipe], "color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": line}
-    return style | {"markersize": 4}
-
-
 def _nats(share: Share) -> str:
     return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"
-
-
-def panels(count: int, size: tuple[float, float] = (4, 3.6)) -> tuple[Any, list[Any]]:
-    """Returns a figure with panels, two in a row at most, so that it can be read on a page."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
-    columns = min(2, count)
-    lines = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns + 2.4, size[1] * lines), dpi=130, layout="constrained")
-    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
-
-
-def finish(figure: Any, axes: Sequence[Any]) -> Any:
-    """Adds a grid, and one legend for all panels beside them."""
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        axis.grid(True, color="0.9")
-        axis.set_axisbelow(True)
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
-    return figure

@@ -119,8 +119,7 @@ def add(command: AddCommand) -> None:
     needles = command("needles", "Measure the recall of statements in a long text.", _NEEDLES)
     _add_options_of_texts(needles, "keys, values and places")
     tasks = ("single", "multikey", "tracing")
-    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks,
-                         help="Measure these tasks (default: all).")  # fmt: skip
+    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks, help="Measure these tasks (default: all).")
     needles.add_argument("--values", choices=("digits", "words"), nargs="+", default=["digits", "words"],
                          help="Let values be numbers or words (default: both).")  # fmt: skip
     add_path(needles, "--text", "FILE", "Hide statements in this prose (default: four sentences, repeated).")

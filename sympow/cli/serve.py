@@ -39,8 +39,7 @@ def add(command: AddCommand) -> None:
     for name, count, what in (("slots", 16, "Answer N requests at a time"),
                               ("max-prompt-tokens", 1_000_000, "Refuse prompts of more than N tokens"),
                               ("max-new-tokens", 4096, "Write at most N tokens of an answer")):  # fmt: skip
-        serve.add_argument(f"--{name}", metavar="N", type=positive, default=count,
-                           help=f"{what} (default: {count:,}).")  # fmt: skip
+        serve.add_argument(f"--{name}", metavar="N", type=positive, default=count, help=f"{what} (default: {count:,}).")
     add_number(serve, "--prefill-chunk", "Read N tokens of a prompt at a time (default: 256; on a GPU 1,024).")
     add_number(serve, "--queue", "Let at most N requests wait.", 256, type=int)
     for name, number, what in (("timeout", 600.0, "End an answer after X seconds"),
