@@ -80,7 +80,7 @@ class MixerState:
 
 
 @dataclass
-class Rows(MixerState):
+class RowStates(MixerState):
     """Holds one state for each row, for a mixer that cannot step rows of different lengths as one batch."""
 
     rows: list[MixerState]
@@ -161,7 +161,7 @@ def _batch(value: Any) -> int | None:
         return value.shape[0]
     if isinstance(value, DecodingState):  # its tensors can be a pool of more sequences
         return value.batch
-    if isinstance(value, Rows):
+    if isinstance(value, RowStates):
         return len(value.rows)
     items = (getattr(value, field.name) for field in fields(value)) if is_dataclass(value) else value
     if isinstance(value, list | tuple) or is_dataclass(value):
