@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
@@ -30,19 +31,19 @@ class BlockedWindowAttention(WindowMixer):
     The first block starts with the sequence, or with its document. Options as in `WindowMixer`.
     """
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         return per_document(self._blocked, cu_seqlens, q, k, v)
 
+    @override
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> BlockedWindowState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
 
+    @override
     def mix_step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         block, position, outs = state.block, state.position, []
@@ -58,13 +59,13 @@ class BlockedWindowAttention(WindowMixer):
         y = concatenated(outs, dim=2).transpose(1, 2).to(x.dtype)
         return y, BlockedWindowState(block, position)
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         held = (context - 1) % self.window + 1 if context else 0
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         whole, rest = time // self.window, time % self.window
         return whole * both_ways(self.window, self) + (both_ways(rest, self) if rest else 0)
 

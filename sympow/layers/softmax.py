@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, state_options
@@ -63,32 +64,32 @@ class SoftmaxAttention(AttentionMixer):
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         if self.gate is not None and self.gate.bias is not None:
             with torch.no_grad():
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         if self.gate is None:
             return per_document(_causal, cu_seqlens, q, k, v)
         log_g = F.logsigmoid(self.gate(x))
         return per_document(gated_attention, cu_seqlens, q, k, v, log_g)
 
+    @override
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> KVCache | GatedCache:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         if self.gate is None:
             return empty_cache(self, batch_size, device, dtype)
         cache = empty_cache(self, batch_size, device, dtype, key_dim=gated_key_dim(self.head_dim))
         check_float64(cache.k.device)
         return GatedCache(cache, torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=cache.k.device))
 
+    @override
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         if self.gate is not None:
             y, cache, sums = self._gated_step(x, state, self.gate)
             return y, GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
@@ -99,8 +100,8 @@ class SoftmaxAttention(AttentionMixer):
         y = attend_to_past(q.transpose(1, 2).to(state.k.dtype), *state.filled())
         return y.transpose(1, 2).to(x.dtype), state
 
+    @override
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         if self.gate is None:
             before: KVCache = state
             y, cache = self.mix_step(x, before)
@@ -109,15 +110,15 @@ class SoftmaxAttention(AttentionMixer):
         sums = torch.cat([state.log_sum[:, None], sums], dim=1)
         return y, lambda n: GatedCache(_cut(state.cache, cache, n), sums[:, n].clone())
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         if self.gate is None:
             return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         key_dim = gated_key_dim(self.head_dim)
         return self.n_kv_heads * ((key_dim + self.value_dim) * capacity(context) + 1)
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return both_ways(time, self)
 
     def _gated_step(

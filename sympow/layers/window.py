@@ -10,6 +10,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.cache import KVCache, WindowCache, capacity
@@ -52,23 +53,23 @@ class WindowAttention(WindowMixer):
     The window includes the token itself. Options as in `WindowMixer`.
     """
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         if cu_seqlens is None and suits_flex(q, v) and x.shape[1] > self.window:  # documents have too many lengths
             y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
             return y.transpose(1, 2)
         return per_document(self._windowed, cu_seqlens, q, k, v)
 
+    @override
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> WindowCache:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         empty = empty_cache(self, batch_size, device, dtype)
         return WindowCache(empty.k, empty.v, limit=self.window)
 
+    @override
     def mix_step(self, x: Tensor, state: WindowCache) -> tuple[Tensor, WindowCache]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(state.length, Tensor):
@@ -86,18 +87,18 @@ class WindowAttention(WindowMixer):
             state = state.extend(k, v)  # the past was read already, because the cache may overwrite it
         return y.transpose(1, 2).to(x.dtype), state
 
+    @override
     def try_mix_step(self, x: Tensor, state: WindowCache, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v = (part.transpose(1, 2) for part in self.rotated_heads(x, state.length))
         y = self._behind(state, q, k, v).transpose(1, 2).to(x.dtype)
         return y, lambda n: state.extend(k[:, :, :n], v[:, :, :n]) if n else state
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return both_ways(time, self, self.window)
 
     def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

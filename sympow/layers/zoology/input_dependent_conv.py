@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
@@ -138,8 +139,8 @@ class AutocorrelationConv(_InputDependentConv):
         self.key = nn.Linear(d_model, d_model, bias=False) if matching else None
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         super().reset_own_parameters(generator)
         if self.query is not None and self.key is not None:
             draw_normal(self.query.weight, self.d_model**-0.5, generator)

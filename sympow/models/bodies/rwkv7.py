@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers import MixerState
 from sympow.layers.base import state_options
@@ -126,19 +127,19 @@ class RWKV7Block(Block):
         """Returns the number of elements of the state of one sequence, the last inputs included."""
         return self.mixer.state_size(context) + self.mixer.d_model * (self.shifts + self.has_mlp)
 
+    @override
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         super().split_context(group)
         self.context_group = group
 
+    @override
     def step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, RWKV7BlockState]:
-        """Continues sequences by x [B, T', d]; see `Block.step`."""
         x, mixer, y, z = self._continued(lambda y, held: step_mixer(self.mixer, y, held, tokens), x, state)
         last = x.shape[1] - 1
         return x, RWKV7BlockState(mixer, _input(y, state.mixer_last, last), _input(z, state.mlp_last, last))
 
+    @override
     def try_step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
-        """Continues sequences by tokens that can still be taken back; see `Block.try_step`."""
         extras = self.mixer.extras(tokens)
         x, mixer, y, z = self._continued(lambda y, held: self.mixer.try_step(y, held, **extras), x, state)
 
