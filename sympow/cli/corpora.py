@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +101,12 @@ def add(command: AddCommand) -> None:
 
 def run_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow corpus`."""
-    from sympow.cli.result_files import check_image
-    from sympow.data import build_corpus, load_tokenizer
-    from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
+    from sympow.data import build_corpus
+    from sympow.data.corpus_folder import SPLITS
 
-    check_image(options.plot)
-    made = build_corpus(
-        options.out,
-        options.texts,
-        group=options.group,
-        suffixes=tuple(filter(None, (options.suffixes or "").split(","))),
-        text_field=options.text_field,
-        vocab_size=options.vocab_size or VOCAB_SIZE,
-        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
-        row_tokens=options.row_tokens or ROW_TOKENS,
-        progress=not options.quiet,
-        remark=lambda line: print(line, file=sys.stderr),
-    )
-    _tell_corpus(made, options)
+    fields = {"group": options.group, "text_field": options.text_field, "remark": _remark}
+    suffixes = tuple(filter(None, (options.suffixes or "").split(",")))
+    made = _built(options, build_corpus, options.texts, suffixes=suffixes, **fields)
     for split in SPLITS:
         counts = made[split]
         lost = counts["tokens"] - counts["tokens_in_rows"]
@@ -130,37 +119,16 @@ def run_corpus(options: argparse.Namespace) -> None:
 
 def run_kernel_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow kernel-corpus`."""
-    from sympow.cli.result_files import check_image
     from sympow.data import build_kernel_corpus
-    from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE
 
-    check_image(options.plot)
-    made = build_kernel_corpus(
-        options.out,
-        options.source,
-        vocab_size=options.vocab_size or VOCAB_SIZE,
-        row_tokens=options.row_tokens or ROW_TOKENS,
-        progress=not options.quiet,
-    )
-    _tell_corpus(made, options)
+    _built(options, build_kernel_corpus, options.source)
 
 
 def run_doc_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow doc-corpus`."""
-    from sympow.cli.result_files import check_image
-    from sympow.data import build_doc_corpus, load_tokenizer
-    from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE
+    from sympow.data import build_doc_corpus
 
-    check_image(options.plot)
-    made = build_doc_corpus(
-        options.out,
-        options.source,
-        vocab_size=options.vocab_size or VOCAB_SIZE,
-        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
-        row_tokens=options.row_tokens or ROW_TOKENS,
-        progress=not options.quiet,
-    )
-    _tell_corpus(made, options)
+    _built(options, build_doc_corpus, options.source)
 
 
 def run_needle_corpus(options: argparse.Namespace) -> None:
@@ -176,17 +144,32 @@ def run_needle_corpus(options: argparse.Namespace) -> None:
         row_tokens=options.row_tokens,
         seed=options.seed,
         progress=not options.quiet,
-        remark=lambda line: print(line, file=sys.stderr),
+        remark=_remark,
     )
     for split in ("train", "heldout"):
         print(f"{Path(options.out) / split}.zarr: {made[split]['rows']:,} rows of {made['row_tokens']:,} tokens")
 
 
-def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
-    """Prints the sizes of a corpus, and draws the lengths of its documents if an image was requested."""
-    from sympow.data import plot_document_lengths
-    from sympow.data.corpus_folder import SPLITS
+def _remark(line: str) -> None:
+    print(line, file=sys.stderr)
 
+
+def _built(
+    options: argparse.Namespace, build: Callable[..., dict[str, Any]], source: str | None, **fields: Any
+) -> dict[str, Any]:
+    """Builds a corpus of a source, prints its sizes, and draws the lengths of its documents if an image was asked for.
+
+    Returns the counts of the corpus.
+    """
+    from sympow.cli.result_files import check_image
+    from sympow.data import load_tokenizer, plot_document_lengths
+    from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
+
+    check_image(options.plot)
+    sizes = {"vocab_size": options.vocab_size or VOCAB_SIZE, "row_tokens": options.row_tokens or ROW_TOKENS}
+    if getattr(options, "tokenizer", None):
+        fields["tokenizer"] = load_tokenizer(options.tokenizer)
+    made = build(options.out, source, progress=not options.quiet, **sizes, **fields)
     for split in SPLITS:
         counts = made[split]
         print(
@@ -195,3 +178,4 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
         )
     if options.plot:
         plot_document_lengths(options.out, options.plot)
+    return made

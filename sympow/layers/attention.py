@@ -21,7 +21,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
-from sympow.layers.state import After, MixerState, try_by_copies
+from sympow.layers.state import After, Device, DType, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
@@ -197,9 +197,7 @@ class AttentionMixer(Mixer):
         return try_by_copies(self.mix_step, x, state, extras)
 
     @abstractmethod
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         """Returns the state of `mix_step` before the first token, see `Mixer.init_state`."""
 
     @abstractmethod
@@ -218,9 +216,7 @@ class AttentionMixer(Mixer):
         return self.output(x, y)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         behind = self.mix_state(batch_size, device=device, dtype=dtype)
         if self.convolution is None:
             return behind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -12,7 +11,7 @@ from typing_extensions import override
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.window import WindowMixer
 from sympow.ops.availability import concatenated
 
@@ -37,9 +36,7 @@ class BlockedWindowAttention(WindowMixer):
         return per_document(self._blocked, cu_seqlens, q, k, v)
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> BlockedWindowState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> BlockedWindowState:
         return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
 
     @override

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.documents import per_document
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 
 _CONV = 4  # taps of the short convolutions, all of which the package keeps
 
@@ -90,9 +90,7 @@ class FlaMixer(Mixer):
         return per_document(lambda document: self.layer(document)[0], cu_seqlens, x)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> FlaState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> FlaState:
         return FlaState()
 
     @override

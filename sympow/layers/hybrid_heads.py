@@ -13,7 +13,7 @@ from typing_extensions import override
 from sympow.layers.attention import BLOCK
 from sympow.layers.base import Mixer
 from sympow.layers.registry import make_mixer, mixer_class
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 
 
 @dataclass
@@ -107,9 +107,7 @@ class HybridHeads(Mixer):
         return self.near(x, cu_seqlens=cu_seqlens) + self.far(x, cu_seqlens=cu_seqlens)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> HybridHeadsState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> HybridHeadsState:
         near, far = (part.init_state(batch_size, device=device, dtype=dtype) for part in (self.near, self.far))
         return HybridHeadsState(near, far)
 

@@ -16,7 +16,7 @@ from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import any_weight
 from sympow.layers.documents import per_document
 from sympow.layers.power import check_form, continue_power, initial_memory, memory_size, try_power
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
@@ -90,9 +90,7 @@ class LinearAttention(AttentionMixer):
         return y
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> LinearAttentionState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> LinearAttentionState:
         device = any_weight(self, self.out).device if device is None else torch.device(device)
         memory = initial_memory(self, 1, self.impl, batch_size, device, dtype, key_dim=self.features)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)

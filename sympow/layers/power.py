@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, is_product, linears_float32, state_options
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -170,9 +170,7 @@ class PowerAttention(AttentionMixer):
         return self.rotation == "data" and whole and torch.is_grad_enabled()
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PowerAttentionState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> PowerAttentionState:
         device = any_weight(self, self.out).device if device is None else torch.device(device)
         position: int | Tensor = 0
         if self.rotation == "data":

@@ -15,7 +15,7 @@ from typing_extensions import override
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
@@ -104,9 +104,7 @@ class PowerDeltaAttention(AttentionMixer):
         return power_delta_rule(*self._inputs(x, 0), cu_seqlens=cu_seqlens, **self._options()).out
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PowerDeltaState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> PowerDeltaState:
         shape = (batch_size, self.n_kv_heads, spow_dim(self.head_dim, self.p), self.value_dim)
         options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         return PowerDeltaState(torch.zeros(shape, **options), 0)

@@ -14,7 +14,7 @@ from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
 from sympow.layers.base import any_weight, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, check_form, continue_power, try_power
-from sympow.layers.state import After
+from sympow.layers.state import After, Device, DType
 from sympow.ops import PowerState, power_attention
 from sympow.ops.cost import least_power_flops
 
@@ -72,9 +72,7 @@ class RetNet(AttentionMixer):
         return power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PowerAttentionState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> PowerAttentionState:
         options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         memory = PowerState.zeros(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, 1, **options)
         return PowerAttentionState(memory, 0)

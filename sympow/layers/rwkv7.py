@@ -17,7 +17,7 @@ from sympow.layers.attention import head_normed
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.rwkv4 import shifted
 from sympow.ops.availability import autocast_dtype, without_autocast
 
@@ -142,9 +142,7 @@ class RWKV7(Mixer):
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV7State:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> RWKV7State:
         last = torch.zeros(batch_size, self.d_model, **state_options(self.mix, device, dtype))
         shape = (batch_size, self.n_heads, self.head_dim, self.head_dim)
         return RWKV7State(last, torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True)))

@@ -15,7 +15,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.registry import make_mixer
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import concatenated
 from sympow.ops.context_parallel import previous_tokens
 from sympow.ops.cost import convolution_flops
@@ -175,9 +175,7 @@ class ShortConvolution(Mixer):
         return None if behind is None else own + behind
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> ShortConvolutionState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> ShortConvolutionState:
         past = self.convolution.init_state(batch_size, device, dtype)
         behind = None if self.mixer is None else self.mixer.init_state(batch_size, device=device, dtype=dtype)
         return ShortConvolutionState(past, behind)

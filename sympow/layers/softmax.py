@@ -17,7 +17,7 @@ from sympow.layers.base import Float32Linear, any_weight, gate_biases, state_opt
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
 from sympow.ops.running_sums import sums_so_far
@@ -79,9 +79,7 @@ class SoftmaxAttention(AttentionMixer):
         return per_document(gated_attention, cu_seqlens, q, k, v, log_g)
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KVCache | GatedCache:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> KVCache | GatedCache:
         if self.gate is None:
             return empty_cache(self, batch_size, device, dtype)
         cache = empty_cache(self, batch_size, device, dtype, key_dim=gated_key_dim(self.head_dim))

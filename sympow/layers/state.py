@@ -14,6 +14,9 @@ from sympow.ops import DecodingState, PowerState
 from sympow.ops.availability import concatenated
 
 S = TypeVar("S")
+# Where and in which dtype a state is made; None: those of the weights.
+Device = torch.device | str | None
+DType = torch.dtype | None
 
 # What all states of a mixer share, by fields: the forms of nested states, shapes of tensors without the batch (0: a
 # size that grows), and constants.

@@ -17,7 +17,7 @@ from sympow.layers.cache import KVCache, WindowCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
-from sympow.layers.state import After
+from sympow.layers.state import After, Device, DType
 from sympow.ops.availability import concatenated, is_exporting
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
@@ -62,9 +62,7 @@ class WindowAttention(WindowMixer):
         return per_document(self._windowed, cu_seqlens, q, k, v)
 
     @override
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> WindowCache:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> WindowCache:
         empty = empty_cache(self, batch_size, device, dtype)
         return WindowCache(empty.k, empty.v, limit=self.window)
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
+from sympow.layers.state import Device, DType
 from sympow.layers.zoology.filters import make_filter
 from sympow.ops.cost import convolution_flops
 
@@ -68,9 +69,7 @@ class BaseConv(Mixer):
         return convolution_flops(time, self.filter.max_length, self.d_model)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> InputCache:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
         return self.filter.init_state(batch_size, device, dtype)
 
     @override

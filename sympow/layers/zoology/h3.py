@@ -12,7 +12,7 @@ from sympow.layers.base import Mixer, own_weight
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.short_convolution import DepthwiseConvolution
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.state_space import DiagonalSSM
 from sympow.ops.cost import convolution_flops
 
@@ -70,9 +70,7 @@ class H3(Mixer):
         return shift + convolution_flops(time, time, states) + 6 * time * states
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> H3State:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> H3State:
         return H3State(
             self.shift.init_state(batch_size, device, dtype),
             self.diagonal.init_state(batch_size, self.head_dim**2, device, dtype),

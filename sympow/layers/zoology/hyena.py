@@ -14,7 +14,7 @@ from sympow.layers.base import Mixer, any_weight, own_weight, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.short_convolution import DepthwiseConvolution
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.filters import ImplicitFilter, last_outputs
 from sympow.ops.availability import concatenated
 from sympow.ops.cost import convolution_flops, softmax_flops
@@ -99,9 +99,7 @@ class Hyena(Mixer):
         return short + min(states, scores)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> HyenaState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> HyenaState:
         options = state_options(any_weight(self, self.out), device, dtype)
         long = InputCache.empty(batch_size, self.held, self.filter.max_length, options)
         return HyenaState(self.short.init_state(batch_size, device, dtype), long)

@@ -20,6 +20,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.repeats import checked_tokens, distance_to_previous
+from sympow.layers.state import Device, DType
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.cost import convolution_flops
 
@@ -44,9 +45,7 @@ class _InputDependentConv(Mixer):
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         nn.init.zeros_(self.bias)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> NoReturn:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> NoReturn:
         self._refuse()
 
     def step(self, x: Tensor, state: None) -> NoReturn:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.state_space import DiagonalSSM, kernel
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.cost import convolution_flops
@@ -63,9 +63,7 @@ class LiquidS4(Mixer):
         return 3 * convolution_flops(time, time, self.d_model)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> LiquidS4State:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> LiquidS4State:
         first, second = (self.ssm.init_state(batch_size, 1, device, dtype) for _ in range(2))
         return LiquidS4State(first, second)
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
+from sympow.layers.state import Device, DType
 from sympow.layers.zoology.filters import ExplicitFilter
 from sympow.ops.cost import convolution_flops
 
@@ -45,9 +46,7 @@ class LongConvolution(Mixer):
         return convolution_flops(time, self.filter.max_length, self.d_model)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> InputCache:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
         return self.filter.init_state(batch_size, device, dtype)
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, linear_float32, state_options
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.ops.availability import concatenated
 
 _FEW = 8  # sums that a scan takes all at once
@@ -83,9 +83,7 @@ class RWKV4(Mixer):
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
     @override
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV4State:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> RWKV4State:
         shape = (batch_size, self.d_model)
         last = torch.zeros(shape, **state_options(self.mix, device, dtype))
         zeros = torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True))

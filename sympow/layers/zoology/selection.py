@@ -20,7 +20,7 @@ from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
@@ -126,9 +126,7 @@ class SelectiveAttention(AttentionMixer):
         inputs = [x, q, k, v, *self._ids(x, tokens)]
         return per_document(self._whole, cu_seqlens, *inputs)
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SelectionState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> SelectionState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`.
 
         Raises NotImplementedError with `whole_row`.

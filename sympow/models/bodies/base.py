@@ -17,7 +17,7 @@ from sympow.layers import MixerState, make_mixer
 from sympow.layers.auxiliary import auxiliary_losses, collecting
 from sympow.layers.base import Mixer
 from sympow.layers.initial import init_linear
-from sympow.layers.state import After, RowStates
+from sympow.layers.state import After, Device, DType, RowStates
 from sympow.models.config import ModelConfig
 
 
@@ -73,9 +73,7 @@ class Block(nn.Module, ABC):
             return checkpoint(self._whole, x, cu_seqlens, tokens, use_reentrant=False, **contexts)
         return self._whole(x, cu_seqlens, tokens)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         """Gives the state before the first token, as `Mixer.init_state` does."""
         return self.mixer.init_state(batch_size, device=device, dtype=dtype)
 

@@ -20,7 +20,7 @@ from sympow.layers import MixerState
 from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.rwkv7 import LowRank, low_rank
-from sympow.layers.state import After
+from sympow.layers.state import After, Device, DType
 from sympow.layers.zoology.rwkv4 import shifted
 from sympow.models.bodies.base import Block, block_mixer, reset_norm, step_mixer
 from sympow.models.config import ModelConfig
@@ -112,9 +112,7 @@ class RWKV7Block(Block):
         if self.has_mlp:
             draw_uniform(self.mlp_in.weight, -0.5 / d**0.5, 0.5 / d**0.5, generator)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV7BlockState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> RWKV7BlockState:
         """Returns the state before the first token: that of the mixer, and zeros as the last inputs."""
         d, weight = self.mixer.d_model, next(self.mixer_norm.parameters())
         lasts = (
