@@ -110,6 +110,7 @@ GRIDS: dict[str, list[LearningRun]] = {
         rates=(4e-3, 1.6e-2),
     ),
     "heads": runs(("hybrid_heads_delta", "heads_delta", "heads_delta+window=512"), (4096,), MIDDLE),
+    "gates": runs(("window+gate=true", "gated_heads_delta", "hybrid_gated_heads_delta"), (4096,), MIDDLE),
     "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),

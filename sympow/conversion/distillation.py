@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sympow.data import BPETokenizer, Tokenizer
-from sympow.layers.window import WindowMixer
+from sympow.layers.blocked_window import BlockedWindowAttention
+from sympow.layers.window import WindowAttention
 from sympow.models import LanguageModel
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load_model, run
 from sympow.training.ranks import TokenRows
@@ -99,7 +100,7 @@ def narrow_windows(model: LanguageModel, window: int) -> Iterator[None]:
 
     These are also windows within other mixers, such as `HybridHeads`.
     """
-    mixers = [module for module in model.modules() if isinstance(module, WindowMixer)]
+    mixers = [module for module in model.modules() if isinstance(module, WindowAttention | BlockedWindowAttention)]
     before = [mixer.window for mixer in mixers]
     try:
         for mixer in mixers:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import Device, DType, MixerState
-from sympow.layers.window import WindowMixer
+from sympow.layers.window import checked_window
 from sympow.ops.availability import concatenated
 
 
@@ -24,11 +26,24 @@ class BlockedWindowState(MixerState):
     position: int
 
 
-class BlockedWindowAttention(WindowMixer):
+class BlockedWindowAttention(AttentionMixer):
     """Attends by softmax within blocks of `window` tokens, rotary (Child et al., "Sparse Transformers", 2019, 4).
 
-    The first block starts with the sequence, or with its document. Options as in `WindowMixer`.
+    The first block starts with the sequence, or with its document.
+
+    Args:
+        d_model, n_heads: as in `AttentionMixer`.
+        window: the number of tokens, at least 1.
+        rotation: "fixed" or "none".
+        **heads: options of `AttentionMixer`.
     """
+
+    def __init__(
+        self, d_model: int, n_heads: int, *, window: int, rotation: str = "fixed", **heads: Unpack[HeadOptions]
+    ):
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        self.window = checked_window(window)
+        self.reset_parameters()
 
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

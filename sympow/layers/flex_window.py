@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sympow.ops.runtime.launcher import next_power_of_2
+
 _BLOCK = 128  # queries and keys that flex_attention skips, takes whole, or masks
 
 
@@ -23,7 +25,7 @@ def suits_flex(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and powers_of_two
 
 
-def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None) -> Tensor:
     """Returns softmax attention of each token to the last `window` tokens, itself included.
 
     The first call with new shapes compiles a kernel.
@@ -33,12 +35,17 @@ def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tenso
         k: [B, G, T, K].
         v: [B, G, T, V].
         window: tokens that a token sees, itself included.
+        scale: the factor of the scores; 1 / sqrt(K) if None.
     """
     time, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Padded keys are in the future of every query, so the mask hides them. Whole blocks need no kernels of their own.
-    q, k, v = (F.pad(x, (0, 0, 0, -time % _BLOCK)) for x in (q, k, v))
+    # The channels of a gate are filled up to a power of two.
+    more = next_power_of_2(q.shape[-1]) - q.shape[-1]
+    q, k = (F.pad(x, (0, more, 0, -time % _BLOCK)) for x in (q, k))
+    v = F.pad(v, (0, 0, 0, -time % _BLOCK))
     mask = _block_mask(q.shape[2] // _BLOCK, window, q.device)
-    return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)[:, :, :time]
+    return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped, scale=scale)[:, :, :time]
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
@@ -34,10 +35,8 @@ class GatedCache(MixerState):
     log_sum: Tensor
 
 
-class SoftmaxAttention(AttentionMixer):
-    """Computes attention by `torch.nn.functional.scaled_dot_product_attention`, rotary, with a key/value cache.
-
-    Packed documents are computed one after another.
+class GatedScores(AttentionMixer):
+    """Computes softmax attention, with a gate on the scores if it is asked for.
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
@@ -70,6 +69,49 @@ class SoftmaxAttention(AttentionMixer):
             with torch.no_grad():
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
 
+    def heads_of_step(self, x: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Any, Tensor | None]:
+        """Returns what a step attends with.
+
+        Args:
+            x: [B, T', d].
+            state: a cache, or a `GatedCache` if there is a gate.
+
+        Returns:
+            q [B, H, T', K'], k [B, G, T', K'] and v [B, G, T', V], in which a gate has channels of its own; the cache;
+            and the sum of log_g up to every token [B, T', G], None without a gate.
+
+        Raises TypeError for a state with a gate if the layer has none, and the other way round.
+        """
+        if isinstance(state, GatedCache) != (self.gate is not None):
+            one, other = ("out", "one") if self.gate is not None else ("", "none")
+            raise TypeError(f"the state was made by a layer with{one} a gate; this one has {other}")
+        if self.gate is None:
+            q, k, v = self.rotated_heads(x, state.length)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state, None
+        cache = state.cache
+        q, k, v = self.rotated_heads(x, cache.length)
+        sums = sums_so_far(limited(F.logsigmoid(self.gate(x))), state.log_sum)
+        q, k = gated_queries(q.to(cache.k.dtype)), gated_keys(k.to(cache.k.dtype), sums)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache, sums
+
+    def zero_sums(self, cache: KVCache) -> Tensor:
+        """Returns the sums of gates before the first token, float64 [B, G]."""
+        check_float64(cache.k.device)
+        return torch.zeros(len(cache.k), self.n_kv_heads, dtype=torch.float64, device=cache.k.device)
+
+    def cache_size(self, tokens: int) -> int:
+        """Returns the elements of a cache with room for so many tokens, and of the sums of gates."""
+        if self.gate is None:
+            return self.n_kv_heads * (self.head_dim + self.value_dim) * tokens
+        return self.n_kv_heads * ((gated_key_dim(self.head_dim) + self.value_dim) * tokens + 1)
+
+
+class SoftmaxAttention(GatedScores):
+    """Computes attention by `torch.nn.functional.scaled_dot_product_attention`, rotary, with a key/value cache.
+
+    Packed documents are computed one after another. Options as in `GatedScores`.
+    """
+
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
@@ -80,60 +122,37 @@ class SoftmaxAttention(AttentionMixer):
 
     @override
     def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> KVCache | GatedCache:
-        if self.gate is None:
-            return empty_cache(self, batch_size, device, dtype)
-        cache = empty_cache(self, batch_size, device, dtype, key_dim=gated_key_dim(self.head_dim))
-        check_float64(cache.k.device)
-        return GatedCache(cache, torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=cache.k.device))
+        cache = empty_cache(self, batch_size, device, dtype)
+        return cache if self.gate is None else GatedCache(cache, self.zero_sums(cache))
 
     @override
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
-        if self.gate is not None:
-            y, cache, sums = self._gated_step(x, state, self.gate)
-            return y, GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
-        if not isinstance(state, KVCache):
-            raise TypeError("the state was made by a layer with a gate; this one has none")
-        q, k, v = self.rotated_heads(x, state.length)
-        state = state.extend(k.transpose(1, 2), v.transpose(1, 2))
-        y = attend_to_past(q.transpose(1, 2).to(state.k.dtype), *state.filled())
-        return y.transpose(1, 2).to(x.dtype), state
+        y, _, cache, sums = self._stepped(x, state)
+        return y, cache if sums is None else GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
 
     @override
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        if self.gate is None:
-            before: KVCache = state
-            y, cache = self.mix_step(x, before)
+        y, before, cache, sums = self._stepped(x, state)
+        if sums is None:
             return y, partial(_cut, before, cache)
-        y, cache, sums = self._gated_step(x, state, self.gate)
         sums = torch.cat([state.log_sum[:, None], sums], dim=1)
-        return y, lambda n: GatedCache(_cut(state.cache, cache, n), sums[:, n].clone())
+        return y, lambda n: GatedCache(_cut(before, cache, n), sums[:, n].clone())
 
     @override
     def mix_state_size(self, context: int) -> int:
-        if self.gate is None:
-            return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
-        key_dim = gated_key_dim(self.head_dim)
-        return self.n_kv_heads * ((key_dim + self.value_dim) * capacity(context) + 1)
+        return self.cache_size(capacity(context))
 
     @override
     def training_flops(self, time: int) -> int:
         return both_ways(time, self)
 
-    def _gated_step(
-        self, x: Tensor, state: KVCache | GatedCache, gate: Float32Linear
-    ) -> tuple[Tensor, KVCache, Tensor]:
-        """Returns the heads' outputs, the cache, and the sum of log_g up to every token [B, T', G]."""
-        if not isinstance(state, GatedCache):
-            raise TypeError("the state was made by a layer without a gate; this one has one")
-        q, k, v = self.rotated_heads(x, state.cache.length)
-        log_g = limited(F.logsigmoid(gate(x)))
-        sums = sums_so_far(log_g, state.log_sum)
-        dtype = state.cache.k.dtype
-        q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
-        cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
-        with without_autocast(x):  # it would round the sums in the keys
-            y = attend_to_past(q.transpose(1, 2), *cache.filled(), scale=self.head_dim**-0.5)
-        return y.transpose(1, 2).to(x.dtype), cache, sums
+    def _stepped(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache, KVCache, Tensor | None]:
+        """Returns the heads' outputs, the cache before and after the step, and the sums of `heads_of_step`."""
+        q, k, v, before, sums = self.heads_of_step(x, state)
+        cache = before.extend(k, v)
+        with nullcontext() if sums is None else without_autocast(x):  # it would round the sums in the keys
+            y = attend_to_past(q.to(cache.k.dtype), *cache.filled(), scale=self.head_dim**-0.5)
+        return y.transpose(1, 2).to(x.dtype), before, cache, sums
 
 
 def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> int:
@@ -200,14 +219,12 @@ def empty_cache(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     limit: int | None = None,
-    key_dim: int | None = None,
 ) -> KVCache:
-    """Returns the cache of `mixer` before the first token; see `Mixer.init_state`.
-
-    `key_dim` is the mixer's if None.
-    """
+    """Returns the cache of `mixer` before the first token; see `Mixer.init_state`. Keys have the channels of a gate."""
     options = state_options(any_weight(mixer, mixer.out), device, dtype)
-    k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim if key_dim is None else key_dim, **options)
+    gated = isinstance(mixer, GatedScores) and mixer.gate is not None
+    key_dim = gated_key_dim(mixer.head_dim) if gated else mixer.head_dim
+    k = torch.empty(batch_size, mixer.n_kv_heads, 0, key_dim, **options)
     v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, **options)
     return KVCache(k, v, limit=limit)
 

@@ -26,6 +26,7 @@ _KEPT = {
     ("PowerState", "z"),
     ("LinearAttentionState", "feature_sum"),
     ("GatedCache", "cache"),
+    ("GatedWindowCache", "cache"),
     ("ShortConvolutionState", "past"),
 }
 _ROUNDED = ("KVCache", "v")  # also within a gated cache

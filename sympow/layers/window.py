@@ -5,99 +5,128 @@ The state holds at most w tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.attention import HeadOptions
 from sympow.layers.cache import KVCache, WindowCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
-from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
+from sympow.layers.gate_channels import with_gates
+from sympow.layers.softmax import GatedCache, GatedScores, attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After, Device, DType
-from sympow.ops.availability import concatenated, is_exporting
+from sympow.ops.availability import concatenated, is_exporting, without_autocast
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
 # Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024
 
 
-class WindowMixer(AttentionMixer):
-    """Attends by softmax to `window` tokens at most. A subclass chooses these tokens.
+@dataclass
+class GatedWindowCache(GatedCache):
+    """Holds the last tokens of a window with a gate: a `GatedCache` whose rows may differ in length."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
+
+    cache: WindowCache
+
+
+class WindowAttention(GatedScores):
+    """Computes softmax attention over the last `window` tokens, rotary.
+
+    In half precision on a GPU a compiled flex_attention computes it. The window includes the token itself.
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
         window: the number of tokens, at least 1.
-        rotation: "fixed" or "none".
+        gate, gate_bias, rotation: as in `GatedScores`.
         **heads: options of `AttentionMixer`.
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, *, window: int, rotation: str = "fixed", **heads: Unpack[HeadOptions]
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        window: int,
+        gate: bool = False,
+        gate_bias: Sequence[float] = (1.0, 8.0),
+        rotation: str = "fixed",
+        **heads: Unpack[HeadOptions],
     ):
-        super().__init__(d_model, n_heads, rotation=rotation, **heads)
-        if not isinstance(window, int) or window < 1:
-            raise ValueError(f"window must be an integer of at least 1; got {window!r}")
-        self.window = window
-        self.reset_parameters()
-
-
-class WindowAttention(WindowMixer):
-    """Computes softmax attention over the last `window` tokens, rotary.
-
-    In half precision on a GPU a compiled flex_attention computes it.
-
-    The window includes the token itself. Options as in `WindowMixer`.
-    """
+        self.window = checked_window(window)
+        super().__init__(d_model, n_heads, gate=gate, gate_bias=gate_bias, rotation=rotation, **heads)
 
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
+        gates = [] if self.gate is None else [F.logsigmoid(self.gate(x))]
         if cu_seqlens is None and suits_flex(q, v) and x.shape[1] > self.window:  # documents have too many lengths
-            y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
-            return y.transpose(1, 2)
-        return per_document(self._windowed, cu_seqlens, q, k, v)
+            return self._windowed(flex_attend_in_window, q, k, v, *gates)
+        return per_document(partial(self._windowed, attend_in_window), cu_seqlens, q, k, v, *gates)
 
     @override
-    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> WindowCache:
+    def mix_state(
+        self, batch_size: int, *, device: Device = None, dtype: DType = None
+    ) -> WindowCache | GatedWindowCache:
         empty = empty_cache(self, batch_size, device, dtype)
-        return WindowCache(empty.k, empty.v, limit=self.window)
+        cache = WindowCache(empty.k, empty.v, limit=self.window)
+        return cache if self.gate is None else GatedWindowCache(cache, self.zero_sums(cache))
 
     @override
-    def mix_step(self, x: Tensor, state: WindowCache) -> tuple[Tensor, WindowCache]:
-        q, k, v = self.rotated_heads(x, state.length)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if isinstance(state.length, Tensor):
-            length, outs = state.length, []
-            for own_q, own_k, own_v in zip(*(part.split(1, dim=2) for part in (q, k, v)), strict=True):
-                held_k, held_v, seen = state.of_one_more(own_k, own_v, length)
-                outs.append(attend(own_q.to(held_k.dtype), held_k, held_v, mask=seen))
-                length = length + 1
-            y, state = concatenated(outs, dim=2), replace(state, length=length)
-        elif x.shape[1] == 1:
-            state = state.extend(k, v)
-            y = attend(q.to(state.k.dtype), *state.filled())
-        else:
-            y = self._behind(state, q, k, v)
-            state = state.extend(k, v)  # the past was read already, because the cache may overwrite it
-        return y.transpose(1, 2).to(x.dtype), state
+    def mix_step(
+        self, x: Tensor, state: WindowCache | GatedWindowCache
+    ) -> tuple[Tensor, WindowCache | GatedWindowCache]:
+        q, k, v, cache, sums = self.heads_of_step(x, state)
+        with nullcontext() if sums is None else without_autocast(x):  # it would round the sums in the keys
+            y, cache = self._continued(cache, q, k, v)
+        return y.transpose(1, 2).to(x.dtype), cache if sums is None else GatedWindowCache(cache, sums[:, -1].clone())
 
     @override
-    def try_mix_step(self, x: Tensor, state: WindowCache, **extras: Tensor | None) -> tuple[Tensor, After]:
-        q, k, v = (part.transpose(1, 2) for part in self.rotated_heads(x, state.length))
-        y = self._behind(state, q, k, v).transpose(1, 2).to(x.dtype)
-        return y, lambda n: state.extend(k[:, :, :n], v[:, :, :n]) if n else state
+    def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        q, k, v, cache, sums = self.heads_of_step(x, state)
+        with nullcontext() if sums is None else without_autocast(x):
+            y = self._behind(cache, q, k, v).transpose(1, 2).to(x.dtype)
+
+        def after(n: int) -> WindowCache | GatedWindowCache:
+            held = cache.extend(k[:, :, :n], v[:, :, :n]) if n else cache
+            if sums is None:
+                return held
+            return GatedWindowCache(held, sums[:, n - 1].clone() if n else state.log_sum)
+
+        return y, after
 
     @override
     def mix_state_size(self, context: int) -> int:
-        return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
+        return self.cache_size(capacity(context, self.window))
 
     @override
     def training_flops(self, time: int) -> int:
         return both_ways(time, self, self.window)
+
+    def _continued(self, cache: WindowCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, WindowCache]:
+        """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V] behind a cache, and the cache after."""
+        scale = self.head_dim**-0.5
+        if isinstance(cache.length, Tensor):
+            length, outs = cache.length, []
+            for own_q, own_k, own_v in zip(*(part.split(1, dim=2) for part in (q, k, v)), strict=True):
+                held_k, held_v, seen = cache.of_one_more(own_k, own_v, length)
+                outs.append(attend(own_q.to(held_k.dtype), held_k, held_v, mask=seen, scale=scale))
+                length = length + 1
+            return concatenated(outs, dim=2), replace(cache, length=length)
+        if q.shape[2] == 1:
+            cache = cache.extend(k, v)
+            return attend(q.to(cache.k.dtype), *cache.filled(), scale=scale), cache
+        y = self._behind(cache, q, k, v)
+        return y, cache.extend(k, v)  # the past was read already, because the cache may overwrite it
 
     def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V], which follow the tokens of `past`."""
@@ -105,15 +134,25 @@ class WindowAttention(WindowMixer):
         past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
         k_seen = concatenated([past_k, k.to(past_k.dtype)], dim=2)
         v_seen = concatenated([past_v, v.to(past_v.dtype)], dim=2)
-        return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
+        return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window, self.head_dim**-0.5)
 
-    def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return attend_in_window(q, k, v, self.window).transpose(1, 2)
+    def _windowed(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] and log_g [B, T, G], if there is a gate, to [B, T, H, V]."""
+        if gates:
+            q, k = with_gates(q, k, *gates)
+        with without_autocast(q) if gates else nullcontext():  # it would round the sums in the keys
+            y = attend(*(part.transpose(1, 2) for part in (q, k, v)), self.window, self.head_dim**-0.5)
+        return y.transpose(1, 2)
 
 
-def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def checked_window(window: int) -> int:
+    """Returns the number of tokens of a window; ValueError for anything but an integer of at least 1."""
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window must be an integer of at least 1; got {window!r}")
+    return window
+
+
+def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None = None) -> Tensor:
     """Computes softmax attention of the last T of S tokens, each to the last `window` tokens up to itself.
 
     Queries are computed in blocks, so time is linear in T, and the scores of only one block are in memory at a time.
@@ -123,17 +162,19 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         k: [B, G, S, K], S >= T.
         v: [B, G, S, V].
         window: tokens that a token sees, itself included.
+        scale: the factor of the scores; 1 / sqrt(K) if None.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if is_exporting():  # one graph for all lengths, whose masks are as large as the scores
-        return attend(q, k, v, mask=_band(q.shape[2], k.shape[2], window, q))
+        return attend(q, k, v, mask=_band(q.shape[2], k.shape[2], window, q), scale=scale)
     if k.shape[2] <= window:
-        return attend_to_past(q, k, v)
+        return attend_to_past(q, k, v, scale=scale)
     if torch.compiler.is_dynamo_compiling():  # a trace of the loop over blocks would be of one length only
-        return window_attention(q, k, v, window)
-    return _in_blocks(q, k, v, window)
+        return window_attention(q, k, v, window, scale)
+    return _in_blocks(q, k, v, window, scale)
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """Computes `attend_in_window` block by block."""
     block = min(max(window, LEAST_BLOCK), MOST_BLOCK)
     reach = -(-(window - 1) // block)  # blocks before its own that a query can see
@@ -151,36 +192,36 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         shape = piece.shape[2], key.shape[2]
         if shape not in masks:
             masks[shape] = _band(*shape, window, q)
-        outs.append(attend(piece, key, value, mask=masks[shape]))
+        outs.append(attend(piece, key, value, mask=masks[shape], scale=scale))
     return concatenated(outs, dim=2)
 
 
-@operator(lambda dout, q, k, v, window: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+@operator(lambda dout, q, k, v, window, scale: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
           devices=ALL_DEVICES)  # fmt: skip
 def window_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes dq, dk and dv, and the forward again."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        dq, dk, dv = torch.autograd.grad(_in_blocks(q, k, v, window), (q, k, v), dout)
+        dq, dk, dv = torch.autograd.grad(_in_blocks(q, k, v, window, scale), (q, k, v), dout)
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.window = inputs
+    *tensors, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
 
 @operator(
-    lambda q, k, v, window: q.new_empty(*q.shape[:3], v.shape[3]),
+    lambda q, k, v, window, scale: q.new_empty(*q.shape[:3], v.shape[3]),
     _keep,
-    lambda ctx, dout: (*window_attention_backward(dout, *ctx.saved_tensors, ctx.window), None),
+    lambda ctx, dout: (*window_attention_backward(dout, *ctx.saved_tensors, ctx.window, ctx.scale), None, None),
     devices=ALL_DEVICES,
 )
-def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """Computes `attend_in_window` block by block, as one operator for torch.compile."""
-    return _in_blocks(q, k, v, window).contiguous()
+    return _in_blocks(q, k, v, window, scale).contiguous()
 
 
 def _band(new: int, total: int, window: int, like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ DATA = DataConfig(kind="zarr", path="corpus/train.zarr", held_out_path="corpus/h
 BLOCK: dict[str, Any] = dict(attention.BLOCK)
 PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 PUBLISHED: dict[str, Any] = PLAIN | {"eps": 1e-6, "initial_score": 0.0}
+_GATED_HEADS = MixerConfig("hybrid_heads", {"window": 1024, "window_options": {"gate": True}})
 UNGATED: dict[str, Any] = {"gate": False, "rotation": "fixed"}
 GATED: dict[str, Any] = {"gate_bias": (0.0, 0.0), "rotation": "fixed"}
 CONFORMAL: dict[str, Any] = {
@@ -260,6 +261,16 @@ def heads_delta() -> RunConfig:
 def hybrid_heads_delta() -> RunConfig:
     """Five layers like those of `heads_delta`, and gated softmax attention without a rotation in the fourth."""
     return _config("hybrid_heads_delta", *HYBRID)
+
+
+def gated_heads_delta() -> RunConfig:
+    """Layers like those of `heads_delta`, whose windows have a gate."""
+    return _config("gated_heads_delta", _GATED_HEADS)
+
+
+def hybrid_gated_heads_delta() -> RunConfig:
+    """Five layers like those of `gated_heads_delta`, and gated softmax attention without a rotation in the fourth."""
+    return _hybrid("hybrid_gated_heads_delta", _GATED_HEADS)
 
 
 def based() -> RunConfig:

@@ -60,6 +60,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"window": 40, "n_kv_heads": 2},
         {"window": 7, "rotation": "none"},
         {"window": 7, "short_convolution": 3, "head_norm": True, "output_gate": True},
+        {"window": 7, "gate": True},
+        {"window": 40, "gate": True, "gate_bias": (-1, 2), "n_kv_heads": 2, "rotation": "none"},
     ],
     "hybrid_heads": [
         {"window": 7},
@@ -71,6 +73,7 @@ OPTIONS: dict[str, list[dict]] = {
             "options": {"gate": True},
             "window_options": {"n_kv_heads": 1, "head_dim": 8, "head_norm": False, "output_gate": False},
         },
+        {"window": 5, "window_options": {"gate": True}},
     ],
     "short_convolution": [
         {},

@@ -61,15 +61,19 @@ def test_window_never_scores_the_whole_sequence(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("time", "size", "heads"), [(300, 3, (2, 2)), (259, 128, (4, 2)), (640, 300, (2, 2))])
-def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads):
-    """With windows of a few tokens, a block, and neither. On a CPU as torch runs it there, not compiled and without
-    gradients; on a GPU in bfloat16, as the layer calls it.
+@pytest.mark.parametrize(
+    ("time", "size", "heads", "key_dim"),
+    [(300, 3, (2, 2), 16), (259, 128, (4, 2), 16), (640, 300, (2, 2), 16), (640, 300, (2, 2), 24)],
+)
+def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads, key_dim):
+    """With windows of a few tokens, a block, and neither; with keys that are wider than values. On a CPU as torch runs
+    it there, not compiled and without gradients; on a GPU in bfloat16, as the layer calls it.
 
     There rounded by half a unit, 2**-9: weights, what the gradient of the scores is made of, and results; 4 for all.
     """
     (h, g), on_gpu = heads, torch.cuda.is_available()
-    inputs = [normal(1, n, time, 16, seed=seed).bfloat16() for seed, n in enumerate((h, g, g, h))]
+    shapes = ((h, key_dim), (g, key_dim), (g, 16), (h, 16))
+    inputs = [normal(1, n, time, width, seed=seed).bfloat16() for seed, (n, width) in enumerate(shapes)]
     if not on_gpu:
         monkeypatch.setattr(flex_window, "compiled_flex_attention", lambda: flex_attention)
 

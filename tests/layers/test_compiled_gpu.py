@@ -24,6 +24,7 @@ CASES = [
     ("softmax", BLOCK | {"gate": True}),
     ("softmax", {"gate": True, "n_kv_heads": 1}),
     ("window", BLOCK | {"window": 200}),
+    ("window", BLOCK | {"window": 200, "gate": True}),
     ("linear", BLOCK),
     ("linear", {"feature_map": "elu+1"}),
     ("linear", {"feature_map": "elu+1", "qk_norm": True}),

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sympow.layers import PowerAttention, SoftmaxAttention
+from sympow.layers import PowerAttention, SoftmaxAttention, WindowAttention
 from sympow.layers.gate_channels import gated_key_dim
 from sympow.layers.softmax import gated_attention
 from sympow.ops import power_attention
@@ -23,17 +23,19 @@ def scores(q, k):
     return torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
 
 
-def attended(score, v):
-    """Causal softmax attention [B, T, H, V] of scores [B, H, T, T]."""
+def attended(score, v, window=None):
+    """Causal softmax attention [B, T, H, V] of scores [B, H, T, T], to the last `window` tokens."""
     v = v.repeat_interleave(score.shape[1] // v.shape[2], dim=2)
-    future = torch.ones(score.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("bhts,bshv->bthv", score.masked_fill(future, -torch.inf).softmax(-1), v)
+    seen = torch.ones(score.shape[-2:], dtype=torch.bool).tril()
+    if window is not None:
+        seen &= ~seen.tril(-window)
+    return torch.einsum("bhts,bshv->bthv", score.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def dense(q, k, v, log_g):
+def dense(q, k, v, log_g, window=None):
     """The formula: scores s_ij + L_i - L_j."""
     sums = log_g.cumsum(1).transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-    return attended(scores(q, k) + sums[..., None] - sums[..., None, :], v)
+    return attended(scores(q, k) + sums[..., None] - sums[..., None, :], v, window)
 
 
 def inputs(time: int, heads: int, groups: int, key_dim: int, value_dim: int, bias: float) -> list[torch.Tensor]:
@@ -51,6 +53,39 @@ def test_is_the_formula_with_its_gradients(time, heads, groups, value_dim):
     torch.testing.assert_close(got, wanted, **TIGHT)
     for a, b in zip(*(torch.autograd.grad(y, given, dout) for y in (got, wanted)), strict=True):
         torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.parametrize("window", [1, 7, 50, 300])
+def test_a_window_is_the_formula_with_its_gradients(window):
+    """The layer, with rows longer than a block of queries; its gradients are those of weights and input."""
+    layer = WindowAttention(16, 4, window=window, gate=True, gate_bias=(0, 2), n_kv_heads=2).double()
+    layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    x = normal(2, 300, 16).requires_grad_()
+    given = [x, *layer.parameters()]
+    heads = dense(*layer.rotated_heads(x), F.logsigmoid(layer.gate(x)), window)
+    got, wanted = layer(x), layer.output(x, heads)
+    torch.testing.assert_close(got, wanted, **TIGHT)
+    dout = normal(*wanted.shape, seed=4)
+    for a, b in zip(*(torch.autograd.grad(y, given, dout) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10 * float(b.abs().max()))
+
+
+@torch.no_grad()
+def test_a_gated_window_steps_rows_of_different_lengths():
+    layer = WindowAttention(16, 2, window=6, gate=True, gate_bias=(-1, 1)).double()
+    x = normal(2, 30, 16)
+    lengths, states = (3, 17), []
+    for i, length in enumerate(lengths):
+        states.append(layer.step(x[i : i + 1, :length], layer.init_state(1))[1].with_all_room())
+    assert states[0].rows_may_differ
+    both = [torch.cat(parts) for parts in zip(*(list(state.tensors()) for state in states), strict=True)]
+    tensors = iter(both)
+    state = states[0].mapped(lambda _: next(tensors)).counting(torch.tensor(lengths))
+    for i in range(8):
+        step = torch.stack([x[row, length + i] for row, length in enumerate(lengths)])[:, None]
+        y, state = layer.step(step, state)
+        for row, length in enumerate(lengths):
+            torch.testing.assert_close(y[row, 0], layer(x[row : row + 1])[0, length + i], **TIGHT)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
