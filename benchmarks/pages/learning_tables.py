@@ -31,7 +31,7 @@ LABELS = {
     "heads_delta+window=512": "window of 512 and delta rule, half of the heads each",
     "hybrid_heads_delta": "five layers window of 1,024 and delta rule, half of the heads each; one softmax, gate",
     "gated_heads_delta": "window of 1,024, gate, and delta rule, half of the heads each",
-    "hybrid_gated_heads_delta": "five layers gated window of 1,024 and delta rule, half of the heads; one softmax, gate",
+    "hybrid_gated_heads_delta": "five layers gated window of 1,024 and delta rule, half of heads; one softmax, gate",
     "window+gate=true": "window of 1,024 tokens, gate",
     "window_delta+window=1024": "window of 1,024 and delta rule, in turns",
     "window_delta+window=512": "window of 512 and delta rule, in turns",
