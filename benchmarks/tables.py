@@ -9,9 +9,8 @@ is between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages whose tables o
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +26,7 @@ from benchmarks.pages.mqar_tables import (
     seeds_table,
     widths_table,
 )
-from benchmarks.pages.prose import wrapped
+from benchmarks.pages.prose import filled, table
 from benchmarks.pages.serving_tables import load_table, serving_table
 from sympow.recall.results import read_results
 
@@ -48,107 +47,108 @@ def measured_on(rows: Sequence[dict]) -> str:
     return f"{rows[0]['processor']}; torch {rows[0]['torch']}, commit {commits}"
 
 
+def titled(heading: str, lines: Iterable[Sequence[object]], rows: Sequence[dict], about: str = "",
+           left: Collection[int] = (0,)) -> str:  # fmt: skip
+    """Returns `prose.table`, and a sentence below it: what the rows are about, and where they were measured."""
+    return f"{table(heading, lines, left)}\n\n{'; '.join(filter(None, [about, measured_on(rows)]))}."
+
+
 def ops_table(rows: list[dict]) -> str:
     """Returns a row for each length, forward and backward side by side."""
-    lines = ["| T | forward, ms | torch, ms | ratio | forward + backward, ms | torch, ms | ratio | extra memory, MB |"]
-    lines.append("|---|" + "---:|" * 7)
+    lines = []
     for time in sorted({row["T"] for row in rows}):
         modes = {row["mode"]: row for row in rows if row["T"] == time}
         cells = [f"{time:,}"]
         for mode in ("forward", "forward+backward"):
             row = modes[mode]
             cells += [f"{row['ms']:,.0f}", f"{row['peer_ms']:,.0f}", f"{row['ratio']:.1f}x"]
-        lines.append(f"| {' | '.join(cells)} | {modes['forward+backward']['extra_mb']:,.0f} |")
+        lines.append([*cells, f"{modes['forward+backward']['extra_mb']:,.0f}"])
     row = rows[0]
-    shape = f"B {row['B']}, H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}"
-    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
+    about = f"B {row['B']}, H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}"
+    heading = "T | forward, ms | torch, ms | ratio | forward + backward, ms | torch, ms | ratio | extra memory, MB"
+    return titled(heading, lines, rows, about)
 
 
 def host_table(rows: list[dict]) -> str:
     """Returns a row for each call: the time until it returns, ours and the peer's."""
-    lines = ["| what | B | T | us | peer, us | ratio |", "|---|---:|---:|---:|---:|---:|"]
+    lines = []
     for row in rows:
         cells = [row["what"], row["B"], f"{row['T']:,}", f"{row['us']:,.0f}", f"{row['peer_us']:,.0f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} | {row['peer_us'] / row['us']:.2f}x |")
+        lines.append([*cells, f"{row['peer_us'] / row['us']:.2f}x"])
     row = rows[0]
-    shape = f"H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}, eager unless it says compiled"
-    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
+    about = f"H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}, eager unless it says compiled"
+    return titled("what | B | T | us | peer, us | ratio", lines, rows, about)
 
 
 def positions_table(rows: list[dict]) -> str:
     """Returns a row for each form of the gradient of positions."""
-    lines = ["| gradient | largest error of a layer | ms |", "|---|---:|---:|"]
-    lines += [f"| {row['form']} | {row['worst_error']:.3f} | {row['step_ms']:.1f} |" for row in rows]
-    return "\n".join([*lines, "", f"bfloat16; {measured_on(rows)}."])
+    lines = [[row["form"], f"{row['worst_error']:.3f}", f"{row['step_ms']:.1f}"] for row in rows]
+    return titled("gradient | largest error of a layer | ms", lines, rows, "bfloat16")
 
 
 def decoding_table(rows: list[dict]) -> str:
     """Returns a row for each mixer and context."""
-    lines = ["| mixer | context | ms a token | state, bytes |", "|---|---:|---:|---:|"]
-    for row in rows:
-        cells = [row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{measured_on(rows)}."])
+    lines = [[row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
+             for row in rows]  # fmt: skip
+    return titled("mixer | context | ms a token | state, bytes", lines, rows)
 
 
 def gpu_table(rows: list[dict]) -> str:
     """Returns a row for each shape, the peers side by side as ratios."""
     peers = list(dict.fromkeys(row["peer"] for row in rows if "linear" not in row["peer"]))
-    names = ("p", "K = V", "B", "H", "G", "gate", "T", "mode", "ms", *peers, "extra memory, MB")
-    lines = [f"| {' | '.join(names)} |", "|---:|---:|---:|---:|---:|---|---:|---|" + "---:|" * (len(peers) + 2)]
     shapes: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         sizes = (row[name] for name in ("p", "K", "B", "H", "G"))
         key = (*sizes, "yes" if row["gated"] else "no", f"{row['T']:,}", row["mode"])
         shapes.setdefault(key, {})[row["peer"]] = row
+    lines = []
     for key, found in shapes.items():
         ratios = [f"{found[peer]['ratio']:.2f}x" if peer in found else "" for peer in peers]
         ours = next(iter(found.values()))
-        time, memory = f"{ours['ms']:.2f}", "" if ours["extra_mb"] is None else f"{ours['extra_mb']:,.0f}"
-        lines.append(f"| {' | '.join([*map(str, key), time, *ratios, memory])} |")
-    row = rows[0]
-    shape = f"{row['dtype']}; up to T = 4,096 as CUDA graphs"
+        memory = "" if ours["extra_mb"] is None else f"{ours['extra_mb']:,.0f}"
+        lines.append([*key, f"{ours['ms']:.2f}", *ratios, memory])
+    about = f"{rows[0]['dtype']}; up to T = 4,096 as CUDA graphs"
     measured = dict.fromkeys(row["cold_start_s"] for row in rows if row["cold_start_s"])
     if measured:
         cold = " and ".join(f"{seconds:.1f}" for seconds in measured)
-        shape += f"; a first forward and backward, with nothing compiled before: {cold} s"
-    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
+        about += f"; a first forward and backward, with nothing compiled before: {cold} s"
+    heading = " | ".join(["p | K = V | B | H | G | gate | T | mode | ms", *peers, "extra memory, MB"])
+    return titled(heading, lines, rows, about, left=(5, 7))
 
 
 def delta_table(rows: list[dict]) -> str:
     """Returns a row for each shape of the delta rule, beside softmax attention and power attention without the rule."""
-    peer = rows[0]["peer"]
-    names = ("K = V", "B", "H", "G", "T", "mode", "ms", peer, "times the time of p = 2", "extra memory, MB", "of p = 2")
-    lines = [f"| {' | '.join(names)} |", "|---:|---:|---:|---:|---:|---|" + "---:|" * 5]
+    lines = []
     for row in rows:
-        cells = [*(str(row[name]) for name in ("K", "B", "H", "G")), f"{row['T']:,}", row["mode"], f"{row['ms']:.2f}"]
+        cells = [*(row[name] for name in ("K", "B", "H", "G")), f"{row['T']:,}", row["mode"], f"{row['ms']:.2f}"]
         cells += [f"{row['ratio']:.2f}x", f"{row['ms'] / row['power_ms']:.2f}"]
-        cells += ["" if row[name] is None else f"{row[name]:,.0f}" for name in ("extra_mb", "power_extra_mb")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"p {rows[0]['p']}, gated, {rows[0]['dtype']}; {measured_on(rows)}."])
+        lines.append(
+            cells + ["" if row[name] is None else f"{row[name]:,.0f}" for name in ("extra_mb", "power_extra_mb")]
+        )
+    heading = (
+        f"K = V | B | H | G | T | mode | ms | {rows[0]['peer']} | times the time of p = 2 | extra memory, MB | of p = 2"
+    )
+    return titled(heading, lines, rows, f"p {rows[0]['p']}, gated, {rows[0]['dtype']}", left=(5,))
 
 
 def decoding_gpu_table(rows: list[dict]) -> str:
     """Returns a row for each step."""
-    lines = ["| heads, K | state | B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio |"]
-    lines.append("|---|---|" + "---:|" * 6)
+    lines = []
     for row in rows:
         heads = f"H {row['H']}, G {row['G']}, K = V = {row['K']}"
-        cells = [heads, row["state_dtype"] + (", in slots" if row["slotted"] else ""), str(row["B"])]
-        cells += [f"{row['ms_per_token'] * 1e3:,.1f}", f"{row['gb_per_s']:,}"]
-        cells.append(f"{row['share_of_copy']:.0%}")
+        cells = [heads, row["state_dtype"] + (", in slots" if row["slotted"] else ""), row["B"]]
+        cells += [f"{row['ms_per_token'] * 1e3:,.1f}", f"{row['gb_per_s']:,}", f"{row['share_of_copy']:.0%}"]
         cells += ["", ""] if row["peer"] is None else [f"{row['peer_ms'] * 1e3:,.1f}", f"{row['ratio']:.1f}x"]
-        lines.append(f"| {' | '.join(cells)} |")
-    row = rows[0]
-    shape = f"p {row['p']}, gated, {row['dtype']}, as CUDA graphs"
+        lines.append(cells)
     softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
-    return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {measured_on(rows)}."])
+    about = f"p {rows[0]['p']}, gated, {rows[0]['dtype']}, as CUDA graphs; softmax: {softmax}"
+    heading = "heads, K | state | B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio"
+    return titled(heading, lines, rows, about, left=(0, 1))
 
 
 def brumby_table(rows: list[dict]) -> str:
     """Returns a row for each number of sequences that are decoded, and for each length of a text that is read."""
-    lines = ["| | ms a token | tokens/s | least GB a step | GB/s | of a copy | peak of memory, GB |"]
-    lines.append("|---|" + "---:|" * 6)
+    lines = []
     for row in rows:
         reads = row["what"] == "reading"
         what = f"reading {row['tokens']:,} tokens" if reads else f"decoding, {row['rows']} sequences"
@@ -157,68 +157,63 @@ def brumby_table(rows: list[dict]) -> str:
             cells += ["", "", ""]
         else:
             cells += [f"{row['least_bytes'] / 1e9:.2f}", f"{row['gb_per_s']:,}", f"{row['share_of_floor']:.0%}"]
-        cells.append("" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append([*cells, "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"])
     row = rows[0]
-    shape = f"{row['parameters']:,} parameters in {row['dtype']}, states in float32"
     copies = dict.fromkeys(f"{row['copy_gb_per_s']:,}" for row in rows if row["what"] == "decoding")
-    return "\n".join([*lines, "", f"{shape}; a copy at {', '.join(copies)} GB/s; {measured_on(rows)}."])
+    about = f"{row['parameters']:,} parameters in {row['dtype']}, states in float32; a copy at {', '.join(copies)} GB/s"
+    heading = " | ms a token | tokens/s | least GB a step | GB/s | of a copy | peak of memory, GB"
+    return titled(heading, lines, rows, about)
 
 
 def speculation_table(rows: list[dict]) -> str:
     """Returns a row for each kind of prompts, temperature and drafts."""
-    lines = ["| prompts | temperature | drafts | tokens/s | with drafts | ratio | accepted | distinct | same |"]
-    lines.append("|---|---:|---|" + "---:|" * 6)
+    lines = []
     for row in rows:
-        accepted = f"{row['accepted']:,} of {row['proposed']:,}"
         cells = [row["text"], f"{row['temperature']:g}", row["drafts"], f"{row['plain_tokens_per_second']:,.0f}"]
-        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['ratio']:.2f}x", accepted, f"{row['distinct']:.2f}"]
-        lines.append(f"| {' | '.join(cells)} | {row['same_tokens']} of {row['prompts']} |")
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['ratio']:.2f}x"]
+        cells += [f"{row['accepted']:,} of {row['proposed']:,}", f"{row['distinct']:.2f}"]
+        lines.append([*cells, f"{row['same_tokens']} of {row['prompts']}"])
     row = rows[0]
-    shape = f"{row['model']}, {row['prompt_tokens']} tokens read, {row['new_tokens']} written"
-    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
+    about = f"{row['model']}, {row['prompt_tokens']} tokens read, {row['new_tokens']} written"
+    heading = "prompts | temperature | drafts | tokens/s | with drafts | ratio | accepted | distinct | same"
+    return titled(heading, lines, rows, about, left=(0, 2))
 
 
 def damage_table(rows: list[dict]) -> str:
     """Returns a row for the killed writers and for the damaged files."""
     killed, spoilt = rows
-    lines = ["| | files | |", "|---|---:|---|"]
-    lines.append(f"| the writer was killed | {killed['kills']} | {killed['whole_files']} held a whole context |")
-    lines.append(f"| spoilt | {spoilt['files']} | {spoilt['refused']} were refused in one line |")
-    return "\n".join([*lines, "", f"{measured_on(rows)}."])
+    lines = [["the writer was killed", killed["kills"], f"{killed['whole_files']} held a whole context"],
+             ["spoilt", spoilt["files"], f"{spoilt['refused']} were refused in one line"]]  # fmt: skip
+    return titled(" | files | ", lines, rows, left=(0, 2))
 
 
 def rounding_table(rows: list[dict]) -> str:
     """Returns a row for each dtype of a file."""
-    lines = ["| dtype | bytes | loss | more than without a file |", "|---|---:|---:|---:|"]
+    lines = []
     for row in rows:
         more = "0, bit-equal" if row["bit_equal"] else f"{row['more_loss_percent']:+.4f}%"
-        lines.append(f"| {row['dtype']} | {row['bytes']:,} | {row['loss']:.5f} | {more} |")
-    row = rows[0]
-    lines += [f"| no file, the last token alone | | {row['loss_after_one_token']:.5f} | |", ""]
-    return "\n".join([*lines, f"{measured_on(rows)}."])
+        lines.append([row["dtype"], f"{row['bytes']:,}", f"{row['loss']:.5f}", more])
+    lines.append(["no file, the last token alone", "", f"{rows[0]['loss_after_one_token']:.5f}", ""])
+    return titled("dtype | bytes | loss | more than without a file", lines, rows)
 
 
 def restore_table(rows: list[dict]) -> str:
     """Returns a row for each number of tokens read."""
-    lines = ["| tokens read | reading, s | file, bytes | restoring, ms | same continuation |"]
-    lines.append("|---:|---:|---:|---:|---|")
+    lines = []
     for row in rows:
         cells = [f"{row['tokens_read']:,}", f"{row['read_seconds']:,.1f}", f"{row['bytes']:,}"]
-        cells += [f"{1e3 * row['restore_seconds']:.1f}", "yes" if row["same_continuation"] else "no"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{measured_on(rows)}."])
+        lines.append([*cells, f"{1e3 * row['restore_seconds']:.1f}", "yes" if row["same_continuation"] else "no"])
+    heading = "tokens read | reading, s | file, bytes | restoring, ms | same continuation"
+    return titled(heading, lines, rows, left=(4,))
 
 
 def chunks_table(rows: list[dict]) -> str:
     """Returns a row for each p, K and mode, with a column for each context: the fastest choice, and the time of "auto"
     over that. Below, the form that "auto" should take is timed by its name, and "auto" is compared with it."""
     times = sorted({row["T"] for row in rows})
-    choices, calls = [], []
-    lines = [f"| p | K = V | mode | {' | '.join(f'T {time:,}' for time in times)} |"]
-    lines.append("|---:|---:|---|" + "---|" * len(times))
+    choices, calls, lines = [], [], []
     for p, width, mode in sorted({(row["p"], row["K"], row["mode"]) for row in rows}):
-        cells = []
+        cells = [p, width, mode]
         for time in times:
             here = (p, width, mode, time)
             same = [x for x in rows if (x["p"], x["K"], x["mode"], x["T"]) == here and x["ratio"] is not None]
@@ -230,90 +225,80 @@ def chunks_table(rows: list[dict]) -> str:
                 if best and auto and named["impl"] != "auto" and named["chunk"] == auto["chunk"]:
                     choices.append(named["ms"] / best["ms"])
                     calls.append(auto["ms"] / named["ms"])
-        lines.append(f"| {p} | {width} | {mode} | {' | '.join(cells)} |")
+        lines.append(cells)
     row = rows[0]
-    gate = "gated" if row["gated"] else "no gate"
-    shape = f"H {row['H']}, {gate}, {row['dtype']}, {measured_on(rows)}"
-    taken = ""
+    heading = " | ".join(["p | K = V | mode", *(f"T {time:,}" for time in times)])
+    shown = table(heading, lines, left=range(2, 3 + len(times)))
+    about = f"H {row['H']}, {'gated' if row['gated'] else 'no gate'}, {row['dtype']}, {measured_on(rows)}."
     if choices:
-        taken = (
+        about += (
             f' The form "auto" takes, by name: at most {max(choices):.3f} times the fastest. "auto" takes '
             f"{min(calls):.3f} to {max(calls):.3f} times the time of that form, median {median(calls):.3f}."
         )
-    return "\n".join([*lines, "", f"{shape}.{taken}"])
+    return f"{shown}\n\n{about}"
 
 
 def training_table(rows: list[dict]) -> str:
     """Returns a row for each context, mixer and way to run it."""
-    names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "rate times softmax",
-             "times one GPU")  # fmt: skip
-    lines = [f"| {' | '.join(names)} |"]
-    lines.append("|---|---:|---|---|" + "---:|" * 6)
+    lines = []
     for row in rows:
         ratios = ["" if row[name] in (None, 1) else f"{row[name]:.2f}x" for name in ("ratio", "speedup")]
         mixer = f"{row['mixer']}, Muon" if row.get("optimizer") == "muon" else row["mixer"]
-        cells = [f"{row['context']:,} x {row['rows']}", str(row["ranks"]), mixer, row["mode"]]
-        cells += [f"{row['ms']:.1f}", f"{row['tokens_per_second']:,}", f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}"]
-        lines.append(f"| {' | '.join([*cells, *ratios])} |")
+        cells = [f"{row['context']:,} x {row['rows']}", row["ranks"], mixer, row["mode"], f"{row['ms']:.1f}"]
+        cells += [f"{row['tokens_per_second']:,}", f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}"]
+        lines.append([*cells, *ratios])
     row = rows[0]
-    shape = f"preset {row['preset']!r}, a vocabulary of {row['vocabulary']:,}, {row['precision']}"
-    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
+    about = f"preset {row['preset']!r}, a vocabulary of {row['vocabulary']:,}, {row['precision']}"
+    heading = ("tokens x rows | GPUs | mixer | run | ms a step | tokens/s | MFU | peak, GiB | rate times softmax | "
+               "times one GPU")  # fmt: skip
+    return titled(heading, lines, rows, about, left=(0, 2, 3))
 
 
 def ranks_table(rows: list[dict]) -> str:
     """Returns a row for each comparison of two runs."""
-    lines = ["| run | against | steps | losses | largest difference | allowed |", "|---|---|---|---|---:|---:|"]
+    lines = []
     for row in rows:
-        steps = f"{row['first_step']} to {row['steps']}"
-        losses = f"{row['first_loss']:.3f} to {row['last_loss']:.3f}"
-        cells = [row["run"], row["against"], steps, losses, f"{row['difference']:.1e}", f"{row['allowed']:.0e}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{measured_on(rows)}."])
+        steps, losses = (f"{row['first_step']} to {row['steps']}", f"{row['first_loss']:.3f} to {row['last_loss']:.3f}")
+        lines.append([row["run"], row["against"], steps, losses, f"{row['difference']:.1e}", f"{row['allowed']:.0e}"])
+    return titled("run | against | steps | losses | largest difference | allowed", lines, rows, left=range(4))
 
 
 def long_row_table(rows: list[dict]) -> str:
     """Returns losses by tenths of the row."""
-    (result,) = rows
-    tenths = result["tenths"]
-    lines = [f"| {' | '.join(f'{10 * i}-{10 * (i + 1)}%' for i in range(len(tenths)))} |", "|" + "---:|" * len(tenths)]
-    lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
-    run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, {result['peak_gib']} GiB"
-    end = f"last tenth less the one before {result['rise_at_the_end']:+.4f} +- {result['standard_error']:.4f}"
-    return "\n".join([*lines, "", f"{run}; {end}; {measured_on(rows)}."])
+    (row,) = rows
+    heading = " | ".join(f"{10 * i}-{10 * (i + 1)}%" for i in range(len(row["tenths"])))
+    about = f"{row['length']:,} tokens forward and backward in {row['seconds']:.1f} s, {row['peak_gib']} GiB"
+    about += f"; last tenth less the one before {row['rise_at_the_end']:+.4f} +- {row['standard_error']:.4f}"
+    return titled(heading, [[f"{loss:.4f}" for loss in row["tenths"]]], rows, about, left=())
 
 
 def long_text_table(rows: list[dict]) -> str:
     """Returns losses by position, and the gain from the far context, a row for each range of positions."""
-    lines = [
-        "| trained on rows of | seed | positions | loss | in rows, late | whole, late | gain from the far context |"
-    ]
-    lines.append("|---:|---:|---|" + "---:|" * 4)
+    lines = []
     for row in rows:
         if row["gain"] is None and row["end"] < LONG_TEXT_FROM:
             continue
-        cells = [f"{row['trained_context']:,}", str(row["seed"]), f"{row['start']:,} to {row['end'] - 1:,}"]
+        cells = [f"{row['trained_context']:,}", row["seed"], f"{row['start']:,} to {row['end'] - 1:,}"]
         cells += ["" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "loss_in_rows", "loss_late")]
         half = "" if row["gain_half"] is None else f" ± {row['gain_half']:.4f}"
-        cells.append("" if row["gain"] is None else f"{row['gain']:+.4f}{half}")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append([*cells, "" if row["gain"] is None else f"{row['gain']:+.4f}{half}"])
     row = rows[0]
-    run = (
-        f"{row['recipe']}, {row['tokens']:,} tokens of training, {row['documents']} held-out documents of "
-        f"{row['length']:,} tokens"
-    )
-    return "\n".join([*lines, "", f"{run}; {measured_on(rows)}."])
+    about = (f"{row['recipe']}, {row['tokens']:,} tokens of training, {row['documents']} held-out documents of "
+             f"{row['length']:,} tokens")  # fmt: skip
+    heading = "trained on rows of | seed | positions | loss | in rows, late | whole, late | gain from the far context"
+    return titled(heading, lines, rows, about, left=(2,))
 
 
 def hf_generate_table(rows: list[dict]) -> str:
     """Returns a row for each dtype and batch: the rate in transformers, and its share of that of sympow."""
-    lines = ["| dtype | rows | tokens/s in transformers | of `sympow generate` | its loop with an empty model |"]
-    lines.append("|---|---:|---:|---:|---:|")
+    lines = []
     for row in rows:
         rate, loop = row["tokens_per_second"], row["tokens_per_second_of_the_loop_alone"]
         share = f"{rate / row['tokens_per_second_sympow']:.0%}" + ("" if row["equal"] else ", DIFFERENT tokens")
-        lines.append(f"| {row['dtype']} | {row['batch']} | {rate:,.0f} | {share} | {loop:,.0f} |")
-    shape = f"{rows[0]['new_tokens']} greedy tokens behind 128, preset {rows[0]['model']!r}"
-    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
+        lines.append([row["dtype"], row["batch"], f"{rate:,.0f}", share, f"{loop:,.0f}"])
+    about = f"{rows[0]['new_tokens']} greedy tokens behind 128, preset {rows[0]['model']!r}"
+    heading = "dtype | rows | tokens/s in transformers | of `sympow generate` | its loop with an empty model"
+    return titled(heading, lines, rows, about)
 
 
 TABLES = {
@@ -376,23 +361,18 @@ def stale_line(names: Sequence[str]) -> str:
     return f"Stale, measured with earlier code: {', '.join(late)}." if late else ""
 
 
-def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
+def with_tables(text: str) -> str:
     """Returns `text` with every table written anew, by name."""
-
-    def written(match: re.Match) -> str:
-        return f"<!-- table: {match[1]} -->\n{wrapped(table(match[1]))}\n<!-- end -->"
-
-    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
+    return filled(text, of_results)
 
 
 def with_stale_lines(text: str) -> str:
     """Returns `text` with the lines that name stale files written anew."""
 
-    def written(match: re.Match) -> str:
-        names = [path.relative_to(RESULTS).as_posix() for path in RESULTS.glob(match[1])]
-        return f"<!-- stale: {match[1]} -->\n{wrapped(stale_line(names))}\n<!-- end -->"
+    def written(pattern: str) -> str:
+        return stale_line([path.relative_to(RESULTS).as_posix() for path in RESULTS.glob(pattern)])
 
-    return re.sub(r"<!-- stale: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
+    return filled(text, written, kind="stale")
 
 
 def stale(path: Path) -> list[str]:

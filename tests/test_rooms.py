@@ -11,6 +11,7 @@ TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "sympow"
 FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 LONGEST = 900  # lines: a file tells one idea from top to bottom
+SMALL = 40  # lines
 # What tests may take of named tuples, Python, PyTorch and Triton, which have no public name for it.
 PRIVATE = {"_replace", "_asdict", "_getframe", "_exit", "_cdata", "_dynamo", "_subclasses", "_python_dispatch",
            "_pytree", "_runtime", "_get_np_dtype", "_is_amx_tile_supported", "_is_avx512_bf16_supported"}  # fmt: skip
@@ -45,6 +46,14 @@ def imported(name: str) -> set[str]:
 def test_no_file_is_long():
     lengths = {name: text.count("\n") for name, text in FILES.items()}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_no_small_file_has_one_importer():
+    """It would be a part of the file that imports it."""
+    graph = {name: imported(name) for name in FILES}
+    small = [name for name, text in FILES.items() if text.count("\n") < SMALL and not Path(name).stem.startswith("__")]
+    importers = {name: [other for other in FILES if module_of(name) in graph[other]] for name in small}
+    assert small and {name: found for name, found in importers.items() if len(found) < 2} == {}
 
 
 def test_no_import_circle():

@@ -1,5 +1,6 @@
 """Two tiny runs, of power and of softmax attention, trained by the command line on text of bytes."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sympow.cli import main
+from sympow.training.checkpoint import list_checkpoints
 
 RECIPE = """
 from sympow.data import DataConfig
@@ -53,3 +55,12 @@ def finished_runs(
         for name in names:
             assert main(["train", f"{folder}/tiny.py:{name}", "--out", f"{folder}/{name}", "--quiet"]) == 0
         yield folder
+
+
+def forget_last_checkpoint(run, name: str):
+    """A copy of a run that stands at its checkpoint before the last."""
+    copy = run.with_name(name)
+    shutil.copytree(run, copy)
+    last = list_checkpoints(copy)[-1]
+    shutil.rmtree(last) if last.is_dir() else last.unlink()
+    return copy

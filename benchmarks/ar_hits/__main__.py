@@ -72,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--rates", default=str(RATE), help=f"learning rates; the page has the best (default: {RATE})")
     run.add_argument("--best-rate", action="store_true",
                      help="other seeds than 0 only at the learning rate that is best for seed 0")  # fmt: skip
-    run.add_argument("changes", metavar="key=value", nargs="*",
-                     help="of every run, such as training.optimizer=muon")  # fmt: skip
+    run.add_argument("changes", metavar="key=value", nargs="*", help="of every run, such as training.optimizer=muon")
     run.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
     run.add_argument("--minutes", type=float, default=math.inf, help="give up what is not done after these")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.context_scaling.paired import interval
-from benchmarks.pages.prose import wrapped
+from benchmarks.pages.prose import filled, table
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
-from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.evaluation.plot import COLOURS, curve_style, panels, set_grid, shared_legend
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -68,14 +67,12 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
     makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of,
               "distances": distances_table, "closed": closed_table}  # fmt: skip
 
-    def written(match: re.Match[str]) -> str:
-        name, _, corpus = match[1].partition(" ")
+    def written(mark: str) -> str:
+        name, _, corpus = mark.partition(" ")
         alone = {"exact": exact_table, "sources": sources_table}
-        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
-        return f"<!-- table: {match[1]} -->\n{wrapped(text)}\n<!-- end -->"
+        return makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
 
-    text = page.read_text(encoding="utf-8")
-    page.write_text(re.sub(r"<!-- table: (.+?) -->.*?<!-- end -->", written, text, flags=re.DOTALL), encoding="utf-8")
+    page.write_text(filled(page.read_text(encoding="utf-8"), written), encoding="utf-8")
     files = []
     for corpus, tables in corpora.items():
         for name, make in (("curves", curves), ("shares", shares_figure)):
@@ -116,8 +113,7 @@ def distances_table(tables: Tables) -> str:
                    if recipe == top and start == starts[0][0] and (LEAST_RECALL, seed, start) in cells)  # fmt: skip
     if not seeds:
         return MISSING
-    lines = [f"| model | learning rate | {' | '.join(f'{start:,} to {end - 1:,}' for start, end in starts)} |"]
-    lines.append("|---|---:|" + "---:|" * len(starts))
+    lines = []
     for recipe in recipes:
         rate = next(row["learning_rate"] for row in tables["run"] if row["recipe"] == recipe)
         written = [LABELS[recipe], f"{rate:g}"]
@@ -125,8 +121,8 @@ def distances_table(tables: Tables) -> str:
             own = [seed for seed in seeds if (recipe, seed, start) in cells]
             ends = [[cells[name, seed, start]["loss"] for seed in own] for name in (LEAST_RECALL, top, recipe)]
             written.append(_closed(*ends) if own else "not measured")
-        lines.append(f"| {' | '.join(written)} |")
-    return "\n".join(lines)
+        lines.append(written)
+    return table(" | ".join(["model | learning rate", *(f"{start:,} to {end - 1:,}" for start, end in starts)]), lines)
 
 
 def _closed(least: list[float], most: list[float], own: list[float]) -> str:
@@ -146,15 +142,15 @@ def closed_table(tables: Tables) -> str:
     """
     arrays = {recipe: _arrays(tables, recipe) for recipe in _recipes(tables)}
     hybrids = [name for name in arrays if name.startswith("control_") and name not in CLOSED]
-    lines = ["| model | seeds | of all tokens | of AR hits |", "|---|---:|---:|---:|"]
+    lines = []
     for name in hybrids:
         seeds = sorted(seed for seed in arrays[name] if all(seed in arrays.get(end, {}) for end in CLOSED))
         if seeds:
             nats = [np.stack([arrays[each][seed][1] for seed in seeds]) for each in (*CLOSED, name)]
             closed = [_closed_share(*(losses.sum(-1) for losses in nats))]
             closed.append(_closed_share(*(losses[..., PARTS.index("hits")] for losses in nats)))
-            lines.append(f"| {LABELS[name]} | {len(seeds)} | {' | '.join(closed)} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+            lines.append([LABELS[name], len(seeds), *closed])
+    return table("model | seeds | of all tokens | of AR hits", lines) if lines else MISSING
 
 
 def _closed_share(least: np.ndarray, most: np.ndarray, own: np.ndarray) -> str:
@@ -175,8 +171,7 @@ def _closed_share(least: np.ndarray, most: np.ndarray, own: np.ndarray) -> str:
 
 def losses_table(tables: Tables) -> str:
     """Returns a row for each recipe: mean loss of every slice over the seeds, with perplexity."""
-    lines = ["| model | weights | seeds | all tokens | AR hits | other tokens | repeated, frequent | new in the row |"]
-    lines.append("|---|" + "---:|" * 7)
+    lines = []
     for recipe in _recipes(tables):
         runs = [row for row in tables["run"] if row["recipe"] == recipe]
         cells = [LABELS[recipe], f"{runs[0]['parameters'] / 1e6:.1f}M", str(len(runs))]
@@ -184,14 +179,14 @@ def losses_table(tables: Tables) -> str:
             losses = [_loss(tables, recipe, row["seed"], parts) for row in runs]
             found = interval([loss for loss in losses if loss is not None])
             cells.append("no tokens" if found is None else f"{found.text()} ({math.exp(found.mean):,.1f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+        lines.append(cells)
+    heading = "model | weights | seeds | all tokens | AR hits | other tokens | repeated, frequent | new in the row"
+    return table(heading, lines) if lines else MISSING
 
 
 def gaps_table(tables: Tables) -> str:
     """Returns a row for each recipe: its gap to attention, the contribution of AR hits to the gap, and their share."""
-    lines = ["| model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source |"]
-    lines.append("|---|" + "---:|" * 4)
+    lines = []
     for recipe in _recipes(tables):
         found = shares(tables, recipe)
         if recipe in BASES or found is None:
@@ -201,8 +196,9 @@ def gaps_table(tables: Tables) -> str:
         share = f"{hits.share:.0%} [{hits.share_low:.0%}, {hits.share_high:.0%}]" if clear else "no clear gap"
         published = published_share(hits.nats, whole.nats)
         cells = [LABELS[recipe], _nats(whole), _nats(hits), share, "" if math.isnan(published) else f"{published:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+        lines.append(cells)
+    heading = "model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source"
+    return table(heading, lines) if lines else MISSING
 
 
 def slices_of(tables: Tables) -> str:
@@ -224,29 +220,24 @@ def exact_table(tables: Tables) -> str:
     if not (tables["exact"] and tables["timed"]):
         return MISSING
     row, timed = tables["exact"][0], tables["timed"][0]
-    return "\n".join(
-        [
-            "| | tokens | bigrams counted in | cells | largest difference | seconds |",
-            "|---|---:|---:|---:|---|---:|",
-            f"| against brute force | {row['tokens']:,} | {row['counted_tokens']:,} | {row['cells']} | "
-            f"{row['wrong_counts']} counts, {row['largest_difference_tokens']} tokens, "
-            f"{row['largest_difference_nats']:.1e} nats of a cell's sum; slices less whole "
-            f"{row['slices_less_whole_nats']:.1e} nats a token | {row['seconds']}, brute force "
-            f"{row['brute_force_seconds']} |",
-            f"| timed | {timed['tokens']:,} | {timed['counted_tokens']:,} | | | {timed['seconds']} |",
-            "",
-            f"{timed['processor']}, shared with other programs; commit {timed['commit']}.",
-        ]
-    )
+    difference = (f"{row['wrong_counts']} counts, {row['largest_difference_tokens']} tokens, "
+                  f"{row['largest_difference_nats']:.1e} nats of a cell's sum; slices less whole "
+                  f"{row['slices_less_whole_nats']:.1e} nats a token")  # fmt: skip
+    lines = [["against brute force", f"{row['tokens']:,}", f"{row['counted_tokens']:,}", row["cells"], difference,
+              f"{row['seconds']}, brute force {row['brute_force_seconds']}"],
+             ["timed", f"{timed['tokens']:,}", f"{timed['counted_tokens']:,}", "", "", timed["seconds"]]]  # fmt: skip
+    shown = table(" | tokens | bigrams counted in | cells | largest difference | seconds", lines, left=(0, 4))
+    return f"{shown}\n\n{timed['processor']}, shared with other programs; commit {timed['commit']}."
 
 
 def sources_table(tables: Tables) -> str:
     """Returns a row for each source of a corpus: its repeated bigrams in a sequence, and their power law."""
-    lines = ["| source | sequences | repeated bigrams in a sequence | power of the distance |", "|---|---:|---:|---:|"]
+    lines = []
     for (source,), same in group(tables.get("sources", []), "source").items():
         hits = sum(row["hits"] for row in same) / same[0]["sequences"]
-        lines.append(f"| {source} | {same[0]['sequences']:,} | {hits:.0f} | {-same[0]['exponent']:.2f} |")
-    return "\n".join(lines) if len(lines) > 2 else MISSING
+        lines.append([source, f"{same[0]['sequences']:,}", f"{hits:.0f}", f"{-same[0]['exponent']:.2f}"])
+    heading = "source | sequences | repeated bigrams in a sequence | power of the distance"
+    return table(heading, lines) if lines else MISSING
 
 
 def about(tables: Tables) -> str:
@@ -278,12 +269,12 @@ def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
 
 def curves(tables: Tables) -> Any:
     """Draws loss against the count in training, of repeats and of what is new, and against the distance of AR hits."""
-    figure, axes = panels(4, (4, 3.8))
+    figure, axes = panels(4, (4, 3.8), dpi=130)
     titles = ("repeated in the row", "new in the row", "AR hits: loss", "AR hits: how many")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=10)
     for n, recipe in enumerate(_recipes(tables)):
-        style = _style(n, recipe)
+        style = curve_style(n) | {"label": LABELS[recipe], "markersize": 4}
         for axis, part in zip(axes, ("repeated", "new", "distance"), strict=False):
             axis.plot(*_curve(tables, recipe, part, "loss"), **style)
     axes[3].plot(*_curve(tables, _recipes(tables)[0], "distance", "rate"), "o", color="black", markersize=4)
@@ -302,7 +293,9 @@ def curves(tables: Tables) -> Any:
     for axis in axes[:3]:
         axis.set_ylabel("held-out loss (nats a token)")
     figure.suptitle(_of_runs(tables), fontsize=10)
-    return finish(figure, axes)
+    set_grid(axes)
+    shared_legend(figure, axes)
+    return figure
 
 
 def _of_runs(tables: Tables) -> str:
@@ -314,7 +307,7 @@ def _of_runs(tables: Tables) -> str:
 
 def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
-    figure, axes = panels(1, (8, 4.2))
+    figure, axes = panels(1, (8, 4.2), dpi=130)
     (axis,) = axes
     recipes = [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
@@ -330,7 +323,9 @@ def shares_figure(tables: Tables) -> Any:
     axis.axvline(0, color="0.35", linewidth=1)
     axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
     figure.suptitle(_of_runs(tables), fontsize=10)
-    return finish(figure, axes)
+    set_grid(axes)
+    shared_legend(figure, axes)
+    return figure
 
 
 def _recipes(tables: Tables) -> list[str]:
@@ -367,36 +362,5 @@ def _curve(tables: Tables, recipe: str, part: str, column: str) -> tuple[list[fl
     return middles, [mean(row[column] for row in same) for _, same in cells]
 
 
-def _style(n: int, recipe: str) -> dict[str, Any]:
-    again = n // len(COLOURS)  # a second round: other markers, dashed
-    marker, line = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--")[again]
-    style = {"label": LABELS[recipe], "color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": line}
-    return style | {"markersize": 4}
-
-
 def _nats(share: Share) -> str:
     return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"
-
-
-def panels(count: int, size: tuple[float, float] = (4, 3.6)) -> tuple[Any, list[Any]]:
-    """Returns a figure with panels, two in a row at most, so that it can be read on a page."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
-    columns = min(2, count)
-    lines = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns + 2.4, size[1] * lines), dpi=130, layout="constrained")
-    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
-
-
-def finish(figure: Any, axes: Sequence[Any]) -> Any:
-    """Adds a grid, and one legend for all panels beside them."""
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        axis.grid(True, color="0.9")
-        axis.set_axisbelow(True)
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
-    return figure

@@ -69,13 +69,13 @@ class Server:
         text = (await self.send("GET", "/metrics"))[1].decode()
         return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
-    async def work(self) -> Work:
+    async def work(self) -> EngineWork:
         """Returns what the engine has done since its start."""
         text = (await self.send("GET", "/metrics"))[1].decode()
         parts = re.findall(r'^sympow_engine_seconds_total{part="(\w+)"} (\S+)$', text, re.MULTILINE)
         names = ("steps", "stepped_rows", "prompt_calls")
         counts = [float(re.search(rf"^sympow_{name}_total (\S+)$", text, re.MULTILINE)[1]) for name in names]  # type: ignore[index]
-        return Work({part: float(spent) for part, spent in parts}, *map(int, counts))
+        return EngineWork({part: float(spent) for part, spent in parts}, *map(int, counts))
 
     async def idle(self) -> bool:
         """Waits up to 30 seconds, and returns whether all requests have ended."""
@@ -128,7 +128,7 @@ class Server:
         return Streamed("".join(text), usage, first, time.perf_counter() - began)
 
 
-class Work(NamedTuple):
+class EngineWork(NamedTuple):
     """Holds what an engine has done: the seconds of each part, steps, rows of all steps, calls that read prompts."""
 
     seconds: dict[str, float]
@@ -136,7 +136,7 @@ class Work(NamedTuple):
     rows: int
     prompt_calls: int
 
-    def since(self, before: Work) -> dict[str, Any]:
+    def since(self, before: EngineWork) -> dict[str, Any]:
         """Returns what was done since an earlier time, as fields of a row."""
         steps = self.steps - before.steps
         return {

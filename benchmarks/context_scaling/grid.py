@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.layers import FLA_MIXERS, MIXERS
-from sympow.models import ModelConfig, preset
+from sympow.models import MixerConfig, ModelConfig, preset
 from sympow.recipes import load_recipe
 from sympow.training import RunConfig, override
 
@@ -44,15 +44,34 @@ SCALES = {
 }  # fmt: skip
 
 
+# Names in tables, and options of the recipe `power`: a value of a source, or without one part of the block.
+ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "power_turned": ("all channels turn", {"rotary_fraction": 1.0}),
+    "power_eps": ("eps 1e-6", {"eps": 1e-6}),
+    "power_score": ("initial score 0", {"initial_score": 0.0}),
+    "power_gate_bias_0": ("gate biases 0", {"gate_bias": (0.0, 0.0)}),  # [CST]: a half-life of one token
+    "power_gate_bias_7": ("gate biases 6.9", {"gate_bias": (6.906768, 6.906768)}),  # gates of 0.999, as [SCRA]'s code
+    "power_frequencies": ("frequencies of [CST]", {"frequencies": "conformal", "max_length": DOCUMENT}),  # (M13)
+    "power_positions": ("positions at the full rate", {"rotation": "data", "position_rate": 1.0}),  # as [CST]
+    "power_no_bias": ("no biases in projections", {"bias": False}),  # as in [SCRA]'s code; so scores start at 0
+    "power_unnormalized": ("not normalized", {"normalize": False}),  # only the norm of heads is left
+    "power_no_convolution": ("no short convolution", {"short_convolution": 0}),
+    "power_no_head_norm": ("no norm of heads", {"head_norm": False}),
+    "power_no_output_gate": ("no output gate", {"output_gate": False}),
+}
+
+
 def recipe(variant: str) -> RunConfig:
-    """Returns the config of a variant: a recipe of sympow/recipes/scaling.py, and "+field=value" for what differs.
+    """Returns the config of a variant: a recipe of sympow/recipes/scaling.py or one of ABLATIONS, and "+field=value".
 
     The field is one of the model's, or an option of its mixers: of all that have it, or of those of one name.
     "hybrid_softmax+qk_norm=true+softmax.gate=true+n_heads=3" changes all mixers, its softmax mixer and the model.
     Raises ValueError for a recipe, a mixer or a field that does not exist.
     """
     base, *changes = variant.split("+")
-    config = load_recipe(f"scaling:{base}")
+    config = load_recipe(f"scaling:{'power' if base in ABLATIONS else base}")
+    if base in ABLATIONS:
+        config = replace(config, model=replace(config.model, mixers=(MixerConfig("power", ABLATIONS[base][1]),)))
     assignments = []
     for change in changes:
         key = change.partition("=")[0]

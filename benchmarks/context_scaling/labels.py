@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.grid import ABLATIONS, Run
 
-LABELS = {
+LABELS = {name: words for name, (words, _) in ABLATIONS.items()} | {
     "softmax": "softmax",
     "softmax_gate": "softmax, gate",
     "power": "p = 2",
     "power_delta": "delta rule, p = 2",
     "power_data": "p = 2, data-dependent rotation",
-    "power_turned": "all channels turn",
     "power_ungated": "p = 2, no gate",
     "linear_gated": "p = 1",
     "power_p4_k24": "p = 4, K = 24",
@@ -34,18 +33,7 @@ LABELS = {
     "published_p4_gated": "published, p = 4, gate",
     "conformal_p2": "published, p = 2, gate and rotation",
     "conformal_p4": "published, p = 4, gate and rotation",
-    "power_eps": "eps 1e-6",
-    "power_score": "initial score 0",
-    "power_gate_bias_0": "gate biases 0",
-    "power_gate_bias_7": "gate biases 6.9",
-    "power_frequencies": "frequencies of [CST]",
-    "power_positions": "positions at the full rate",
     "power_warmup": "warm-up of 1%",
-    "power_no_bias": "no biases in projections",
-    "power_unnormalized": "not normalized",
-    "power_no_convolution": "no short convolution",
-    "power_no_head_norm": "no norm of heads",
-    "power_no_output_gate": "no output gate",
     "body_power": "power in the RWKV-7 body",
     "body_softmax": "softmax in the RWKV-7 body",
     "body_linear": "p = 1 in the RWKV-7 body",

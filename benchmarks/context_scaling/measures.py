@@ -18,8 +18,7 @@ DOCUMENTS_ALONG = 4  # held-out documents that losses are measured on along a ru
 
 
 def measure(model: LanguageModel, held_out: Corpus, context: int, precision: str) -> ContextLosses:
-    """Returns the losses on documents cut into rows of `context` tokens, which hold one prediction less; on all of
-    them."""
+    """Returns the losses on all documents, cut into rows of `context` tokens, which hold one prediction less."""
     with autocast(precision, next(model.parameters()).device):
         return context_losses(model, held_out, context - 1, rows=int(held_out.lengths.sum()))
 

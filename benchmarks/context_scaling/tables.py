@@ -10,6 +10,7 @@ from benchmarks.context_scaling.grid import SETTING, Run, setting_of
 from benchmarks.context_scaling.labels import label, setting
 from benchmarks.context_scaling.paired import Interval
 from benchmarks.context_scaling.studies import STUDIES, grid
+from benchmarks.pages.prose import table
 
 
 def claims_table(found: Found, not_learned: float, least: int = LEAST) -> str:
@@ -21,7 +22,7 @@ def claims_table(found: Found, not_learned: float, least: int = LEAST) -> str:
             bound = f"{'>=' if claim.least else '<='} {claim.bound:g}"
             words = " ".join(filter(None, [claim.source, claim.words]))
             lines.append([words, bound, row.value.text(), str(row.value.count), row.verdict])
-    return table(["claim", "bound", "value", "pairs", "verdict"], lines)
+    return table("claim | bound | value | pairs | verdict", lines)
 
 
 def studies_table(found: Found) -> str:
@@ -30,7 +31,7 @@ def studies_table(found: Found) -> str:
     for study in STUDIES.values():
         runs = grid([study.name])
         lines.append([f"`{study.name}`", study.question, f"{sum(map(found.finished, runs))} of {len(runs)}"])
-    return table(["study", "question", "runs"], lines, left=2)
+    return table("study | question | runs", lines, left=(0, 1))
 
 
 def comparison(found: Found, study: str, not_learned: float) -> str:
@@ -41,16 +42,16 @@ def comparison(found: Found, study: str, not_learned: float) -> str:
         if not found.rows(run):
             continue
         other = baseline_of(run, study)
-        loss = _text(found.mean(run, "held_out_loss"), 3) + (
-            "" if found.learned(run, not_learned) else " (not learned)"
-        )
+        mark = "" if found.learned(run, not_learned) else " (not learned)"
+        loss = _text(found.mean(run, "held_out_loss"), 3) + mark
         less, times = (None, None) if other == run else (found.difference(run, other), found.ratio(run, other))
         cells = [setting(run, varying(runs)), f"{label(run.variant)}, {run.learning_rate:g}", loss,
                  _text(less, 3, sign=True), _text(times, 3), _text(found.mean(run, "best_loss"), 3),
                  _text(found.mean(run, "gain"), 2), str(less.count if less else "")]  # fmt: skip
         lines.append(cells)
-    heading = ["", "model, rate", "loss", f"less {base}", f"times {base}", "best context", "gain", "pairs"]
-    return table(heading, lines, left=2)
+    return table(
+        f" | model, rate | loss | less {base} | times {base} | best context | gain | pairs", lines, left=(0, 1)
+    )
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
@@ -58,12 +59,6 @@ def varying(runs: Sequence[Run]) -> list[str]:
     if len({run.context for run in runs}) == len({setting_of(run) for run in runs}):
         return ["context"]
     return [name for name in SETTING if len({getattr(run, name) for run in runs}) > 1]
-
-
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns a table in Markdown; its first `left` columns hold words."""
-    lines = [heading, ["---"] * left + ["---:"] * (len(heading) - left), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _text(value: Interval | None, digits: int, sign: bool = False) -> str:

@@ -13,10 +13,11 @@ from benchmarks.common.measure import read
 from benchmarks.context_scaling.found import Found, read_table
 from benchmarks.context_scaling.grid import DOCUMENT, LearningRun, recipe
 from benchmarks.context_scaling.paired import interval
-from benchmarks.context_scaling.tables import claims_table, studies_table, table
+from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
 from benchmarks.pages.learning_tables import LABELS, best_rows
+from benchmarks.pages.prose import table
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -146,14 +147,14 @@ def choice_table(evidence: Evidence) -> str:
         cells.append("; ".join(f"{sequence_bytes(variant, tokens) / 1e6:,.0f}" for tokens in LENGTHS))
         step = evidence.step_microseconds(variant)
         lines.append([*cells, "not timed" if step is None else f"{step:.1f}"])
-    return table(heading, lines)
+    return table(" | ".join(heading), lines)
 
 
 def short_table(evidence: Evidence) -> str:
     """Returns a row for each model: losses in rows as trained and in whole documents, speed, and bytes."""
     tokens = evidence.far()
-    heading = [f"{_millions(tokens or 0)} tokens at {TRAINED_AT:,}", "loss", f"read at {DOCUMENT:,}",
-               f"training at {DOCUMENT:,}, tokens/s", "MB at 4,096; 65,536; 1M"]  # fmt: skip
+    heading = (f"{_millions(tokens or 0)} tokens at {TRAINED_AT:,} | loss | read at {DOCUMENT:,} | "
+               f"training at {DOCUMENT:,}, tokens/s | MB at 4,096; 65,536; 1M")  # fmt: skip
     lines = []
     for variant in FIVE:
         losses = [_losses(evidence.losses(variant, TRAINED_AT, tokens or 0, at)) for at in (None, DOCUMENT)]
@@ -228,7 +229,7 @@ def use_table(results: Path) -> str:
     heading += [f"cut to {length:,}" for length in READ_LENGTHS[:-1]]
     heading += [f"ahead of a window of 32 at {length // 4:,} to {length - 1:,}" for length in READ_LENGTHS[1::3]]
     heading.append("recalled, not repeated; at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS))
-    lines = [f"| {' | '.join(heading)} |", "|---|" + "---:|" * (len(heading) - 1)]
+    lines = []
     for (corpus, context, tokens, size), same in sorted(
         group(rows, "corpus", "context", "tokens", "size").items(), key=str
     ):
@@ -245,8 +246,8 @@ def use_table(results: Path) -> str:
             cells += [_less(control, own, *[("position", length)] * 2) for length in READ_LENGTHS[1::3]]
             shares = [f"{mean(run['recalled', at]['value'] for run in own):.0%}" for at in (0, *READ_LENGTHS)]
             cells.append(f"{shares[0]}; {', '.join(shares[1:])}")
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return table(" | ".join(heading), lines)
 
 
 def _values(rows: list[Row]) -> dict[Any, Any]:

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.bigram import not_learned
+from benchmarks.pages.prose import table
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -30,8 +31,7 @@ LABELS = {
     "heads_delta+window=512": "window of 512 and delta rule, half of the heads each",
     "hybrid_heads_delta": "five layers window of 1,024 and delta rule, half of the heads each; one softmax, gate",
     "gated_heads_delta": "window of 1,024, gate, and delta rule, half of the heads each",
-    "hybrid_gated_heads_delta": "five layers window of 1,024, gate, and delta rule, half of the heads each; one "
-    "softmax, gate",
+    "hybrid_gated_heads_delta": "five layers gated window of 1,024 and delta rule, half of heads; one softmax, gate",
     "window+gate=true": "window of 1,024 tokens, gate",
     "window_delta+window=1024": "window of 1,024 and delta rule, in turns",
     "window_delta+window=512": "window of 512 and delta rule, in turns",
@@ -81,9 +81,7 @@ def learning_table(rows: Sequence[Row]) -> str:
 
 
 def _of_corpus(rows: Sequence[Row]) -> str:
-    heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"
-    lines = [f"| {heading} |"]
-    lines.append("|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
+    lines = []
     settings = group(rows, "size", "context", "tokens", "optimizer")
     for (size, context, tokens, optimizer), same in sorted(
         settings.items(), key=lambda item: (item[0][0] or "", *item[0][1:])
@@ -98,8 +96,9 @@ def _of_corpus(rows: Sequence[Row]) -> str:
                      f"{own[0]['learning_rate']:g}", str(len(own)), marked(mean(row['held_out_loss'] for row in own)),
                      _ratio(own, best.get(CONTROL, [])), f"{mean(row['gain'] for row in own):.2f}",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append(cells)
+    heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"
+    return table(heading, lines, left=(2, 3, 9))
 
 
 def papers_table(rows: Sequence[Row]) -> str:
@@ -108,8 +107,7 @@ def papers_table(rows: Sequence[Row]) -> str:
     A setting with a single model of the papers is left out.
     """
     rows = [row for row in rows if row["status"] == "done" and row["optimizer"] == "muon" and row["variant"] in PAPERS]
-    lines = ["| context | tokens | model | rate | seeds | loss | best-context loss | gain |"]
-    lines.append("|---:|---:|---|---:|---:|---:|---:|---:|")
+    lines = []
     for (tokens, context), same in sorted(group(rows, "tokens", "context").items()):
         found = group(same, "variant")
         for variant, label in PAPERS.items():
@@ -117,8 +115,8 @@ def papers_table(rows: Sequence[Row]) -> str:
                 own = best_rows(found[variant,])
                 cells = [f"{context:,}", f"{tokens / 1e6:.0f}M", label, f"{own[0]['learning_rate']:g}", str(len(own))]
                 cells += [_range([row[name] for row in own]) for name in ("held_out_loss", "best_loss", "gain")]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                lines.append(cells)
+    return table("context | tokens | model | rate | seeds | loss | best-context loss | gain", lines, left=(2,))
 
 
 def _range(values: Sequence[float | None]) -> str:
@@ -134,23 +132,15 @@ def search_table(rows: Sequence[Row]) -> str:
     rows = [row for row in rows if row["status"] == "done" and not row["size"]]
     base = {(row["context"], row["tokens"], row["learning_rate"], row["seed"]): row["held_out_loss"]
             for row in rows if row["variant"] == "power_delta" and row["optimizer"] == "muon"}  # fmt: skip
-    lines = ["| change | context | tokens | rate | seed | loss | less that of the delta rule |"]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    lines = []
     for row in rows:
         setting = (row["context"], row["tokens"], row["learning_rate"], row["seed"])
         if row["variant"].startswith("power_delta+") and setting in base:
             context, tokens, rate, seed = setting
-            cells = [
-                row["variant"].removeprefix("power_delta+"),
-                f"{context:,}",
-                f"{tokens / 1e6:.0f}M",
-                f"{rate:g}",
-                str(seed),
-                f"{row['held_out_loss']:.3f}",
-                f"{row['held_out_loss'] - base[setting]:+.3f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            change, loss = row["variant"].removeprefix("power_delta+"), row["held_out_loss"]
+            cells = [change, f"{context:,}", f"{tokens / 1e6:.0f}M", f"{rate:g}", seed]
+            lines.append([*cells, f"{loss:.3f}", f"{loss - base[setting]:+.3f}"])
+    return table("change | context | tokens | rate | seed | loss | less that of the delta rule", lines)
 
 
 def marked(loss: float) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean
 
+from benchmarks.pages.prose import table
 from sympow.recall.figures import SOLVED
 from sympow.recall.results import Row, chosen, group
 
@@ -25,27 +26,25 @@ def widths_table(rows: Sequence[Row]) -> str:
     best = {(row["label"], row["width"], row["length"]): row for row in chosen(rows)}
     lengths = sorted({row["length"] for row in rows})
     pairs = {row["length"]: row["pairs"] for row in rows}
-    lines = [f"| model | d | {' | '.join(f'N {n}, D {pairs[n]}' for n in lengths)} |"]
-    lines.append("|---|---:|" + "---:|" * len(lengths))
+    lines = []
     for label in dict.fromkeys(row["label"] for row in rows):
         for width in sorted({row["width"] for row in rows if row["label"] == label}):
             found = [best[label, width, n] for n in lengths]
             cells = [f"{row['test_accuracy']:.1%} ({row['learning_rate']:.2g})" for row in found]
-            lines.append(f"| {label} | {width} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _about(rows)])
+            lines.append([label, width, *cells])
+    heading = " | ".join(["model | d", *(f"N {n}, D {pairs[n]}" for n in lengths)])
+    return f"{table(heading, lines)}\n\n{_about(rows)}"
 
 
 def seeds_table(rows: Sequence[Row]) -> str:
     """Returns mean test accuracy, lowest and highest seed, and excess over 1/D: a row for each model and width."""
     cells = _cells(rows)
     lengths = sorted({(row["length"], row["pairs"]) for row in rows})
-    lines = [f"| model | d | {' | '.join(f'N {n}, D {d}' for n, d in lengths)} |"]
-    lines.append("|---|---:|" + "---:|" * len(lengths))
-    lines.append(f"| guessing, 1/D | | {' | '.join(f'{1 / d:.1%}' for _, d in lengths)} |")
+    lines = [["guessing, 1/D", "", *(f"{1 / d:.1%}" for _, d in lengths)]]
     for label, width in dict.fromkeys((row["label"], row["width"]) for row in rows):
-        written = [_cell(cells.get((label, width, n, d), []), d) for n, d in lengths]
-        lines.append(f"| {label} | {width} | {' | '.join(written)} |")
-    return "\n".join([*lines, "", _about(rows)])
+        lines.append([label, width, *(_cell(cells.get((label, width, n, d), []), d) for n, d in lengths)])
+    heading = " | ".join(["model | d", *(f"N {n}, D {d}" for n, d in lengths)])
+    return f"{table(heading, lines)}\n\n{_about(rows)}"
 
 
 def deep_table(rows: Sequence[Row]) -> str:
@@ -70,11 +69,11 @@ def convolutions_table(rows: Sequence[Row]) -> str:
 
 def heads_table(rows: Sequence[Row]) -> str:
     """Returns mean test accuracy, lowest and highest seed, and excess over 1/D: a row for each model and heads."""
-    lines = ["| model | heads | d | task | test |", "|---|---:|---:|---|---:|"]
+    lines = []
     for (label, heads, width, test), same in group(chosen(rows), "label", "heads", "width", "test").items():
         cell = _cell([row["test_accuracy"] for row in same], same[0]["pairs"])
-        lines.append(f"| {label} | {heads} | {width} | {test} | {cell} |")
-    return "\n".join([*lines, "", _about(rows)])
+        lines.append([label, heads, width, test, cell])
+    return f"{table('model | heads | d | task | test', lines, left=(0, 3))}\n\n{_about(rows)}"
 
 
 def claim_1(rows: Sequence[Row]) -> str:
@@ -127,10 +126,10 @@ def equal_state_table(rows: Sequence[Row]) -> str:
     for row in best:
         sizes.setdefault(_kib(row), {}).setdefault(row["label"], []).append(row)
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    lines = [f"| model | {' | '.join(f'{kib} KiB' for kib in sorted(sizes))} |", "|---|" + "---:|" * len(sizes)]
+    lines = []
     held: dict[int, dict[str, tuple[int, float]]] = {}
     for label in labels:
-        cells = []
+        cells = [label]
         for kib in sorted(sizes):
             if label not in sizes[kib]:
                 cells.append("not measured")
@@ -141,13 +140,15 @@ def equal_state_table(rows: Sequence[Row]) -> str:
             held.setdefault(kib, {})[label] = (pairs, at[most])
             size = round(sizes[kib][label][0]["state_bytes"] / 1024)
             cells.append(f"{pairs or 'fewer than ' + str(min(at))} ({at[most]:.1%}), {size} KiB")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append(cells)
     ahead = "; ".join(f"{kib} KiB: {max(found, key=found.__getitem__)}" for kib, found in sorted(held.items()))
     asked = ", ".join(str(d) for d in sorted({row["pairs"] for row in rows}))
     said = (f"A cell shows the largest number of pairs, among {asked}, that is recalled with an accuracy of "
             f"{SOLVED:.0%}; in brackets the accuracy at {most} pairs; and the size of the state. The best model by "
             f"pairs, and then by that accuracy: {ahead}.")  # fmt: skip
-    return "\n".join([*lines, "", said, "", _about(rows)])
+    return "\n\n".join(
+        [table(" | ".join(["model", *(f"{kib} KiB" for kib in sorted(sizes))]), lines), said, _about(rows)]
+    )
 
 
 def _kib(row: Row) -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sympow.cli.options import RUN, AddCommand, Refuse, add_trust_code, path, positive
+from sympow.cli.options import RUN, AddCommand, Refuse, add_fields, add_number, add_path, add_trust_code
 
 if TYPE_CHECKING:
     from sympow.models import LanguageModel
@@ -33,31 +33,24 @@ transformers reads after `import sympow.integrations.transformers`."""
 def add(command: AddCommand) -> None:
     """Adds the commands to the parser."""
     convert = command("convert", "Convert a pretrained model into one with power attention.", _CONVERT)
-    convert.add_argument("model", metavar="MODEL", type=path,
-                         help="Read this model: a folder or an id of Hugging Face, or a GGUF file.")  # fmt: skip
-    convert.add_argument("--out", metavar="DIR", type=path, required=True,
-                         help="Write the result into this folder, which is new or empty.")  # fmt: skip
+    add_path(convert, "model", "MODEL", "Read this model: a folder or an id of Hugging Face, or a GGUF file.")
+    add_path(convert, "--out", "DIR", "Write the result into this folder, which is new or empty.", required=True)
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
                          help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
-    convert.add_argument("--p", metavar="P", type=positive, default=2,
-                         help="Give new layers of power attention this power (default: 2).")  # fmt: skip
-    convert.add_argument("--window", metavar="N", type=positive, default=1024,
-                         help="Give new layers of window attention N tokens (default: 1024).")  # fmt: skip
+    add_number(convert, "--p", "Give new layers of power attention this power.", 2, metavar="P")
+    add_number(convert, "--window", "Give new layers of window attention N tokens.", 1024)
     convert.add_argument("--keep", metavar="N",
                          help="Keep softmax attention in N layers, those whose replacement alone changes predictions "
                               "most; gated*N gives them a gate and no rotation.")  # fmt: skip
-    convert.add_argument("--by", metavar="TEXTS", type=path,
-                         help="Compare predictions on the texts in this file or folder, for --keep.")  # fmt: skip
+    add_path(convert, "--by", "TEXTS", "Compare predictions on the texts in this file or folder, for --keep.")
     convert.set_defaults(execute=run_convert, check=_check_choice)
 
     distill = command("distill", "Train a converted model on its teacher, or continue.", _DISTILL)
-    distill.add_argument("run", metavar="DIR", type=path, help="Train the model in this folder of `sympow convert`.")
-    distill.add_argument("overrides", metavar="key=value", nargs="*", default=[],
-                         help="Set a field of the run's config, such as data.path=docs/train.zarr.")  # fmt: skip
-    distill.add_argument("--teacher", metavar="MODEL", type=path, required=True,
-                         help="Learn from this model: a run's folder, or what `sympow convert` reads.")  # fmt: skip
-    distill.add_argument("--out", metavar="DIR", type=path, required=True,
-                         help="Write the run into this folder.")  # fmt: skip
+    add_path(distill, "run", "DIR", "Train the model in this folder of `sympow convert`.")
+    add_fields(distill, "overrides", "Set a field of the run's config, such as data.path=docs/train.zarr.")
+    add_path(distill, "--teacher", "MODEL",
+             "Learn from this model: a run's folder, or what `sympow convert` reads.", required=True)  # fmt: skip
+    add_path(distill, "--out", "DIR", "Write the run into this folder.", required=True)
     distill.add_argument("--restart", action="store_true",
                          help="First remove the files of an earlier run in the folder.")  # fmt: skip
     distill.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
@@ -65,9 +58,8 @@ def add(command: AddCommand) -> None:
     distill.set_defaults(execute=run_distill, rest="overrides")
 
     export = command("export", "Write a run as a folder for Hugging Face transformers.", _EXPORT)
-    export.add_argument("run", metavar="RUN", type=path, help=RUN)
-    export.add_argument("--out", metavar="DIR", type=path, required=True,
-                        help="Write the result into this folder, which is new or empty.")  # fmt: skip
+    add_path(export, "run", "RUN", RUN)
+    add_path(export, "--out", "DIR", "Write the result into this folder, which is new or empty.", required=True)
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB",
                         help="Write weights in files of at most this size (default: 5GB).")  # fmt: skip
     add_trust_code(export)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sympow.cli.options import AddCommand, natural, path, positive
+from sympow.cli.options import AddCommand, add_number, add_path, natural, positive
 
 _CORPUS = """Makes a corpus of texts of your own in the layout of LongCrawl64. A document is a file, a folder, or a row
 of a JSON lines, Parquet or Arrow file. Files may be compressed (.gz, .zst). Documents are cut into rows, and 5% of them
@@ -36,8 +37,8 @@ and does not change a finished corpus."""
 def add(command: AddCommand) -> None:
     """Adds the commands to the parser."""
     own = command("corpus", "Make a corpus of long documents from texts of your own.", _CORPUS)
-    own.add_argument("texts", metavar="TEXTS", type=path, help="Read the texts in this file or folder.")
-    own.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
+    add_path(own, "texts", "TEXTS", "Read the texts in this file or folder.")
+    add_path(own, "--out", "DIR", "Write the corpus into this folder.", required=True)
     own.add_argument(
         "--group",
         choices=("file", "folder"),
@@ -56,80 +57,56 @@ def add(command: AddCommand) -> None:
         help="Read this field of JSON lines, Parquet and Arrow files (default: text).",
     )
     words = own.add_mutually_exclusive_group()
-    words.add_argument("--vocab-size", metavar="N", type=positive, help="Train a BPE of N tokens (default: 16,384).")
-    words.add_argument("--tokenizer", metavar="FOLDER", type=path,
-                       help="Use this tokenizer.json, or that in this folder.")  # fmt: skip
-    own.add_argument(
-        "--row-tokens",
-        metavar="N",
-        type=positive,
-        help="Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).",
-    )
-    own.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
+    add_number(words, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
+    add_path(words, "--tokenizer", "FOLDER", "Use this tokenizer.json, or that in this folder.")
+    add_number(own, "--row-tokens",
+               "Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).")  # fmt: skip
+    add_path(own, "--plot", "FILE", "Draw the lengths of documents into this image.")
     own.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     own.set_defaults(execute=run_corpus)
 
     corpus = command("kernel-corpus", "Make a corpus of long documents from the Linux source.", _KERNEL_CORPUS)
-    corpus.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
-    corpus.add_argument("--source", metavar="PATH", type=path,
-                        help="Read the kernel's source from this Debian package, tar archive or folder "
-                             "(default: the package is fetched).")  # fmt: skip
-    corpus.add_argument("--vocab-size", metavar="N", type=positive,
-                        help="Train a BPE of N tokens (default: 16,384).")  # fmt: skip
+    add_path(corpus, "--out", "DIR", "Write the corpus into this folder.", required=True)
+    add_path(corpus, "--source", "PATH",
+             "Read the kernel's source from this Debian package, tar archive or folder (default: the package is "
+             "fetched).")  # fmt: skip
+    add_number(corpus, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
     corpus.add_argument("--row-tokens", metavar="N", type=positive, help=_ROW_TOKENS)
-    corpus.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
+    add_path(corpus, "--plot", "FILE", "Draw the lengths of documents into this image.")
     corpus.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     corpus.set_defaults(execute=run_kernel_corpus)
 
     docs = command("doc-corpus", "Make a corpus of long prose from manuals.", _DOC_CORPUS)
-    docs.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
-    docs.add_argument("--source", metavar="DIR", type=path,
-                      help="Read the Debian packages (*.deb) in this folder (default: they are fetched).")  # fmt: skip
+    add_path(docs, "--out", "DIR", "Write the corpus into this folder.", required=True)
+    add_path(docs, "--source", "DIR", "Read the Debian packages (*.deb) in this folder (default: they are fetched).")
     words = docs.add_mutually_exclusive_group()
-    words.add_argument("--vocab-size", metavar="N", type=positive, help="Train a BPE of N tokens (default: 16,384).")
-    words.add_argument("--tokenizer", metavar="FOLDER", type=path,
-                       help="Use this tokenizer.json, or that in this folder, such as a teacher's.")  # fmt: skip
+    add_number(words, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
+    add_path(words, "--tokenizer", "FOLDER", "Use this tokenizer.json, or that in this folder, such as a teacher's.")
     docs.add_argument("--row-tokens", metavar="N", type=positive, help=_ROW_TOKENS)
-    docs.add_argument("--plot", metavar="FILE", type=path, help="Draw the lengths of documents into this image.")
+    add_path(docs, "--plot", "FILE", "Draw the lengths of documents into this image.")
     docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     docs.set_defaults(execute=run_doc_corpus)
 
     needles = command("needle-corpus", "Make a corpus that trains recall.", _NEEDLE_CORPUS)
-    needles.add_argument("texts", metavar="TEXTS", type=path, help="Take the prose from this file or folder.")
-    needles.add_argument("--tokenizer", metavar="FOLDER", type=path, required=True,
-                         help="Use this tokenizer.json, or that in this folder, such as a teacher's.")  # fmt: skip
-    needles.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the corpus into this folder.")
-    needles.add_argument("--rows", metavar="N", type=positive, default=1000,
-                         help="Make N rows for training, and a twentieth as many that are held out "
-                              "(default: 1000).")  # fmt: skip
-    needles.add_argument("--row-tokens", metavar="N", type=positive, default=16_384,
-                         help="Make rows of N tokens, as many as the training's context (default: 16384).")  # fmt: skip
-    needles.add_argument("--seed", metavar="N", type=natural, default=0,
-                         help="Draw statements and places from this seed (default: 0).")  # fmt: skip
+    add_path(needles, "texts", "TEXTS", "Take the prose from this file or folder.")
+    add_path(needles, "--tokenizer", "FOLDER",
+             "Use this tokenizer.json, or that in this folder, such as a teacher's.", required=True)  # fmt: skip
+    add_path(needles, "--out", "DIR", "Write the corpus into this folder.", required=True)
+    add_number(needles, "--rows", "Make N rows for training, and a twentieth as many that are held out.", 1000)
+    add_number(needles, "--row-tokens", "Make rows of N tokens, as many as the training's context.", 16384)
+    add_number(needles, "--seed", "Draw statements and places from this seed.", 0, type=natural)
     needles.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     needles.set_defaults(execute=run_needle_corpus)
 
 
 def run_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow corpus`."""
-    from sympow.cli.result_files import check_image
-    from sympow.data import build_corpus, load_tokenizer
-    from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
+    from sympow.data import build_corpus
+    from sympow.data.corpus_folder import SPLITS
 
-    check_image(options.plot)
-    made = build_corpus(
-        options.out,
-        options.texts,
-        group=options.group,
-        suffixes=tuple(filter(None, (options.suffixes or "").split(","))),
-        text_field=options.text_field,
-        vocab_size=options.vocab_size or VOCAB_SIZE,
-        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
-        row_tokens=options.row_tokens or ROW_TOKENS,
-        progress=not options.quiet,
-        remark=lambda line: print(line, file=sys.stderr),
-    )
-    _tell_corpus(made, options)
+    fields = {"group": options.group, "text_field": options.text_field, "remark": _remark}
+    suffixes = tuple(filter(None, (options.suffixes or "").split(",")))
+    made = _built(options, build_corpus, options.texts, suffixes=suffixes, **fields)
     for split in SPLITS:
         counts = made[split]
         lost = counts["tokens"] - counts["tokens_in_rows"]
@@ -142,37 +119,16 @@ def run_corpus(options: argparse.Namespace) -> None:
 
 def run_kernel_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow kernel-corpus`."""
-    from sympow.cli.result_files import check_image
     from sympow.data import build_kernel_corpus
-    from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE
 
-    check_image(options.plot)
-    made = build_kernel_corpus(
-        options.out,
-        options.source,
-        vocab_size=options.vocab_size or VOCAB_SIZE,
-        row_tokens=options.row_tokens or ROW_TOKENS,
-        progress=not options.quiet,
-    )
-    _tell_corpus(made, options)
+    _built(options, build_kernel_corpus, options.source)
 
 
 def run_doc_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow doc-corpus`."""
-    from sympow.cli.result_files import check_image
-    from sympow.data import build_doc_corpus, load_tokenizer
-    from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE
+    from sympow.data import build_doc_corpus
 
-    check_image(options.plot)
-    made = build_doc_corpus(
-        options.out,
-        options.source,
-        vocab_size=options.vocab_size or VOCAB_SIZE,
-        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
-        row_tokens=options.row_tokens or ROW_TOKENS,
-        progress=not options.quiet,
-    )
-    _tell_corpus(made, options)
+    _built(options, build_doc_corpus, options.source)
 
 
 def run_needle_corpus(options: argparse.Namespace) -> None:
@@ -188,17 +144,32 @@ def run_needle_corpus(options: argparse.Namespace) -> None:
         row_tokens=options.row_tokens,
         seed=options.seed,
         progress=not options.quiet,
-        remark=lambda line: print(line, file=sys.stderr),
+        remark=_remark,
     )
     for split in ("train", "heldout"):
         print(f"{Path(options.out) / split}.zarr: {made[split]['rows']:,} rows of {made['row_tokens']:,} tokens")
 
 
-def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
-    """Prints the sizes of a corpus, and draws the lengths of its documents if an image was requested."""
-    from sympow.data import plot_document_lengths
-    from sympow.data.corpus_folder import SPLITS
+def _remark(line: str) -> None:
+    print(line, file=sys.stderr)
 
+
+def _built(
+    options: argparse.Namespace, build: Callable[..., dict[str, Any]], source: str | None, **fields: Any
+) -> dict[str, Any]:
+    """Builds a corpus of a source, prints its sizes, and draws the lengths of its documents if an image was asked for.
+
+    Returns the counts of the corpus.
+    """
+    from sympow.cli.result_files import check_image
+    from sympow.data import load_tokenizer, plot_document_lengths
+    from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
+
+    check_image(options.plot)
+    sizes = {"vocab_size": options.vocab_size or VOCAB_SIZE, "row_tokens": options.row_tokens or ROW_TOKENS}
+    if getattr(options, "tokenizer", None):
+        fields["tokenizer"] = load_tokenizer(options.tokenizer)
+    made = build(options.out, source, progress=not options.quiet, **sizes, **fields)
     for split in SPLITS:
         counts = made[split]
         print(
@@ -207,3 +178,4 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
         )
     if options.plot:
         plot_document_lengths(options.out, options.plot)
+    return made

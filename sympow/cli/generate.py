@@ -6,7 +6,7 @@ import argparse
 import signal
 from pathlib import Path
 
-from sympow.cli.options import DEVICE, DTYPES, RUN, WEIGHTS, AddCommand, Refuse, add_trust_code, path, positive
+from sympow.cli.options import DEVICE, DTYPES, RUN, WEIGHTS, AddCommand, Refuse, add_number, add_path, add_trust_code
 
 _GENERATE = """Reads a prompt in chunks and continues it token by token from the model's state. The text goes to
 standard output, the state's size and the speed go to standard error. With --context the prompt follows the text that
@@ -22,56 +22,39 @@ from FILE.part, and removes it at the end."""
 def add(command: AddCommand) -> None:
     """Adds the commands to the parser."""
     generate = command("generate", "Continue a text.", _GENERATE)
-    generate.add_argument("run", metavar="RUN", type=path, help=RUN)
-    generate.add_argument("--context", metavar="FILE", type=path,
-                          help="Continue from this file, which `sympow read` wrote.")  # fmt: skip
+    add_path(generate, "run", "RUN", RUN)
+    add_path(generate, "--context", "FILE", "Continue from this file, which `sympow read` wrote.")
     prompt = generate.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="Continue this text. It is optional with --context.")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=path,
-                        help="Read the prompt from this file; - means standard input.")  # fmt: skip
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256,
-                          help="Write at most N tokens (default: 256).")  # fmt: skip
-    generate.add_argument(
-        "--temperature",
-        metavar="X",
-        type=float,
-        default=1.0,
-        help="Draw at this temperature; 0 always takes the likeliest token (default: 1).",
-    )
-    generate.add_argument("--top-k", metavar="K", type=int,
-                          help="Draw from the K likeliest tokens (default: from all).")  # fmt: skip
-    generate.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        help="Draw from the fewest tokens whose probabilities add up to P (default: from all).",
-    )
-    generate.add_argument("--seed", metavar="N", type=int, default=0,
-                          help="Draw the tokens from this seed (default: 0).")  # fmt: skip
+    add_path(prompt, "--prompt-file", "FILE", "Read the prompt from this file; - means standard input.")
+    add_number(generate, "--max-new-tokens", "Write at most N tokens.", 256, type=int)
+    add_number(generate, "--temperature",
+               "Draw at this temperature; 0 always takes the likeliest token.", 1.0,
+               type=float, metavar="X")  # fmt: skip
+    add_number(generate, "--top-k", "Draw from the K likeliest tokens (default: from all).", type=int, metavar="K")
+    add_number(generate, "--top-p",
+               "Draw from the fewest tokens whose probabilities add up to P (default: from all).",
+               type=float, metavar="P")  # fmt: skip
+    add_number(generate, "--seed", "Draw the tokens from this seed.", 0, type=int)
     drafts = generate.add_mutually_exclusive_group()
     drafts.add_argument("--speculate", action="store_true",
                         help="Propose tokens by prompt lookup: the text is the same, with fewer steps.")  # fmt: skip
-    drafts.add_argument(
-        "--draft",
-        metavar="RUN",
-        type=path,
-        help="Propose tokens with the smaller model of this run, which has the same tokenizer.",
-    )
+    add_path(drafts, "--draft", "RUN",
+             "Propose tokens with the smaller model of this run, which has the same tokenizer.")  # fmt: skip
     generate.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     generate.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(generate)
     generate.set_defaults(execute=run_generate, check=_check_prompt)
 
     read = command("read", "Read a text and write the state after it into a context file.", _READ)
-    read.add_argument("run", metavar="RUN", type=path, help=RUN)
-    read.add_argument("text", metavar="TEXT", type=path, help="Read this file; - means standard input.")
-    read.add_argument("--out", metavar="FILE", type=path, required=True, help="Write this context file.")
-    read.add_argument("--context", metavar="FILE", type=path, help="Continue from this context file.")
+    add_path(read, "run", "RUN", RUN)
+    add_path(read, "text", "TEXT", "Read this file; - means standard input.")
+    add_path(read, "--out", "FILE", "Write this context file.", required=True)
+    add_path(read, "--context", "FILE", "Continue from this context file.")
     read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
                       help="Store states in this dtype; float32 is exact (default: float32).")  # fmt: skip
     read.add_argument("--weights-dtype", choices=DTYPES, default="auto", help=WEIGHTS)
-    read.add_argument("--chunk", metavar="N", type=positive, default=1024,
-                      help="Read N tokens in each step (default: 1024).")  # fmt: skip
+    add_number(read, "--chunk", "Read N tokens in each step.", 1024)
     read.add_argument("--device", default="auto", help=DEVICE)
     read.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
     add_trust_code(read)

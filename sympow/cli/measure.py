@@ -18,9 +18,11 @@ from sympow.cli.options import (
     SCORED,
     WEIGHTS,
     AddCommand,
+    add_fields,
+    add_number,
+    add_path,
     add_trust_code,
     natural,
-    path,
     positive,
     tell,
 )
@@ -64,97 +66,65 @@ attention for a model shape. The shape is a preset in a body; options change sin
 def add(command: AddCommand) -> None:
     """Adds the commands to the parser."""
     evaluate = command("evaluate", "Measure the held-out loss at every position of the context.", _EVALUATE)
-    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=path, help=RUN)
-    evaluate.add_argument(
-        "--context",
-        metavar="N",
-        type=positive,
-        help="Predict N tokens in each sequence (default: 4 times the longest context trained on).",
-    )
-    evaluate.add_argument("--rows", metavar="N", type=positive, default=16,
-                          help="Average over N sequences (default: 16).")  # fmt: skip
-    evaluate.add_argument(
-        "--data",
-        metavar="key=value",
-        action="append",
-        default=[],
-        help="Change a field of the run's data config, such as kind=text; may be repeated.",
-    )
+    add_path(evaluate, "runs", "RUN", RUN, nargs="+")
+    add_number(evaluate, "--context",
+               "Predict N tokens in each sequence (default: 4 times the longest context trained on).")  # fmt: skip
+    add_number(evaluate, "--rows", "Average over N sequences.", 16)
+    add_fields(evaluate, "--data", "Change a field of the run's data config, such as kind=text; may be repeated.")
     evaluate.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     evaluate.add_argument("--device", default="auto", help=DEVICE)
-    evaluate.add_argument("--csv", metavar="FILE", type=path, help="Write the losses into this file.")
-    evaluate.add_argument("--plot", metavar="FILE", type=path, help="Draw the curves of all runs into this image.")
+    add_path(evaluate, "--csv", "FILE", "Write the losses into this file.")
+    add_path(evaluate, "--plot", "FILE", "Draw the curves of all runs into this image.")
     add_trust_code(evaluate)
     evaluate.set_defaults(execute=run_evaluate, rest="runs")
 
     hits = command("ar-hits", "Measure the loss of tokens that can be recalled from the context.", _AR_HITS)
-    hits.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
-    hits.add_argument(
-        "--data",
-        metavar="key=value",
-        action="append",
-        default=[],
-        help="Change a field of the first run's data config, such as kind=text; may be repeated.",
-    )
-    hits.add_argument(
-        "--context",
-        metavar="N",
-        type=positive,
-        help="Predict N tokens in each sequence (default: the shortest context that a model was trained on).",
-    )
-    hits.add_argument("--rows", metavar="N", type=positive, default=64,
-                      help="Average over N sequences (default: 64).")  # fmt: skip
-    hits.add_argument("--frequent", metavar="N", type=int, default=1250,
-                      help="Exclude bigrams from AR hits above N occurrences in training (default: 1250).")  # fmt: skip
-    hits.add_argument("--count-tokens", metavar="N", type=positive,
-                      help="Count bigrams in about N tokens of the training data (default: all tokens).")  # fmt: skip
-    hits.add_argument("--csv", metavar="FILE", type=path, help="Write losses and gaps into this file.")
-    hits.add_argument("--plot", metavar="FILE", type=path, help="Draw losses by count and distance into this image.")
-    hits.add_argument("--html", metavar="FILE", type=path, help="Write sequences of coloured text as a page.")
-    hits.add_argument("--examples", metavar="N", type=positive, default=4,
-                      help="Show N sequences on the page (default: 4).")  # fmt: skip
-    hits.add_argument("--show", metavar="N", type=positive, help="Print the last N tokens of a sequence in colour.")
+    add_path(hits, "runs", "RUN", SCORED, nargs="+")
+    add_fields(hits, "--data", "Change a field of the first run's data config, such as kind=text; may be repeated.")
+    add_number(hits, "--context",
+               "Predict N tokens in each sequence (default: the shortest context that a model was trained "
+               "on).")  # fmt: skip
+    add_number(hits, "--rows", "Average over N sequences.", 64)
+    add_number(hits, "--frequent", "Exclude bigrams from AR hits above N occurrences in training.", 1250, type=int)
+    add_number(hits, "--count-tokens", "Count bigrams in about N tokens of the training data (default: all tokens).")
+    add_path(hits, "--csv", "FILE", "Write losses and gaps into this file.")
+    add_path(hits, "--plot", "FILE", "Draw losses by count and distance into this image.")
+    add_path(hits, "--html", "FILE", "Write sequences of coloured text as a page.")
+    add_number(hits, "--examples", "Show N sequences on the page.", 4)
+    add_number(hits, "--show", "Print the last N tokens of a sequence in colour.")
     hits.add_argument("--device", default="auto", help=DEVICE)
     hits.add_argument("--quiet", action="store_true", help="Print the results only, without progress.")
     add_trust_code(hits)
     hits.set_defaults(execute=run_ar_hits, rest="runs")
 
     probe = command("recall-probe", "Ask a trained model for the values of keys in its context.", _RECALL_PROBE)
-    probe.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    add_path(probe, "runs", "RUN", SCORED, nargs="+")
     probe.add_argument("--pairs", metavar="P", type=positive, nargs="+",
                        help="Use P pairs in each sequence "
                             "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
-    probe.add_argument("--length", metavar="N", type=positive,
-                       help="Use sequences of N tokens (default: 8 for each pair).")  # fmt: skip
+    add_number(probe, "--length", "Use sequences of N tokens (default: 8 for each pair).")
     probe.add_argument("--filler", choices=("random", "zero"), default="random",
                        help="Fill sequences with random tokens, or with one token (default: random).")  # fmt: skip
-    probe.add_argument("--queries", metavar="N", type=positive, default=2048,
-                       help="Ask for N values for every P (default: 2048).")  # fmt: skip
-    probe.add_argument("--seed", metavar="N", type=natural, default=0,
-                       help="Draw the sequences from this seed (default: 0).")  # fmt: skip
+    add_number(probe, "--queries", "Ask for N values for every P.", 2048)
+    add_number(probe, "--seed", "Draw the sequences from this seed.", 0, type=natural)
     probe.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(probe)
     probe.set_defaults(execute=run_recall_probe, rest="runs")
 
     passkey = command("passkey", "Measure the recall of a number in a long text.", _PASSKEY)
     _add_options_of_texts(passkey, "the numbers")
-    passkey.add_argument("--plot", metavar="FILE", type=path,
-                         help="Draw accuracy by context and depth into this image.")  # fmt: skip
+    add_path(passkey, "--plot", "FILE", "Draw accuracy by context and depth into this image.")
     passkey.set_defaults(execute=run_passkey, rest="runs")
 
     needles = command("needles", "Measure the recall of statements in a long text.", _NEEDLES)
     _add_options_of_texts(needles, "keys, values and places")
     tasks = ("single", "multikey", "tracing")
-    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks,
-                         help="Measure these tasks (default: all).")  # fmt: skip
+    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks, help="Measure these tasks (default: all).")
     needles.add_argument("--values", choices=("digits", "words"), nargs="+", default=["digits", "words"],
                          help="Let values be numbers or words (default: both).")  # fmt: skip
-    needles.add_argument("--text", metavar="FILE", type=path,
-                         help="Hide statements in this prose (default: four sentences, repeated).")  # fmt: skip
-    needles.add_argument("--keys", metavar="N", type=positive, default=4,
-                         help="Make N statements in multikey (default: 4).")  # fmt: skip
-    needles.add_argument("--hops", metavar="N", type=positive, default=4,
-                         help="Give the value to N more names in tracing (default: 4).")  # fmt: skip
+    add_path(needles, "--text", "FILE", "Hide statements in this prose (default: four sentences, repeated).")
+    add_number(needles, "--keys", "Make N statements in multikey.", 4)
+    add_number(needles, "--hops", "Give the value to N more names in tracing.", 4)
     needles.set_defaults(execute=run_needles, rest="runs")
 
     sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", _SIZES)
@@ -172,25 +142,22 @@ def add(command: AddCommand) -> None:
     sizes.add_argument("--p", metavar="P", type=positive, nargs="+", help="Show these powers (default: 2 3 4 5 6 8).")
     sizes.add_argument("--context", metavar="N", type=positive, nargs="+",
                        help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
-    sizes.add_argument("--window", metavar="N", type=positive,
-                       help="Let window attention see N tokens (default: 8192).")  # fmt: skip
-    sizes.add_argument("--element-bytes", metavar="N", type=positive,
-                       help="Count N bytes for an element of a state (default: 2).")  # fmt: skip
+    add_number(sizes, "--window", "Let window attention see N tokens (default: 8192).")
+    add_number(sizes, "--element-bytes", "Count N bytes for an element of a state (default: 2).")
     sizes.add_argument("--json", action="store_true", help="Print exact numbers as JSON.")
     sizes.set_defaults(execute=run_sizes)
 
 
 def _add_options_of_texts(parser: argparse.ArgumentParser, drawn: str) -> None:
     """Adds the options that `passkey` and `needles` share; `drawn` says what the seed decides."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=path, help=SCORED)
+    add_path(parser, "runs", "RUN", SCORED, nargs="+")
     parser.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
-    parser.add_argument("--texts", metavar="N", type=positive, default=20,
-                        help="Use N texts at each length and depth (default: 20).")  # fmt: skip
+    add_number(parser, "--texts", "Use N texts at each length and depth.", 20)
     parser.add_argument("--seed", metavar="N", type=natural, default=0,
                         help=f"Draw {drawn} from this seed (default: 0).")  # fmt: skip
     parser.add_argument("--device", default="auto", help=DEVICE)
-    parser.add_argument("--csv", metavar="FILE", type=path, help="Write the results into this file.")
+    add_path(parser, "--csv", "FILE", "Write the results into this file.")
     parser.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     add_trust_code(parser)
 

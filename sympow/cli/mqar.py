@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sympow.cli.options import DEVICE, AddCommand, ListRecipes, path, positive
+from sympow.cli.options import DEVICE, AddCommand, ListRecipes, add_fields, add_number, add_path
 
 _MQAR = """Trains models on multi-query associative recall and reports how many queries they answer. A recipe is a
 Python function that returns a RecallConfig, or a Sweep of them. Results go to results.csv in the sweep's folder; the
@@ -23,16 +23,9 @@ def add(command: AddCommand) -> None:
     mqar.add_argument("--list", nargs=0, action=ListRecipes, help="List the recipes and exit.")
     mqar.add_argument("recipe", metavar="RECIPE",
                       help="Run this recipe: mqar:attention, mqar:widths or path/to/file.py:function.")  # fmt: skip
-    mqar.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="Set a field of every run, such as learning_rate=1e-3.",
-    )
-    mqar.add_argument("--out", metavar="DIR", type=path,
-                      help="Write results into this folder (default: runs/NAME, with the sweep's name).")  # fmt: skip
-    mqar.add_argument("--jobs", metavar="N", type=positive, default=1, help="Do N runs at a time (default: 1).")
+    add_fields(mqar, "overrides", "Set a field of every run, such as learning_rate=1e-3.")
+    add_path(mqar, "--out", "DIR", "Write results into this folder (default: runs/NAME, with the sweep's name).")
+    add_number(mqar, "--jobs", "Do N runs at a time.", 1)
     executors = ("submitit", "slurm", "process")
     mqar.add_argument(
         "--executor",
@@ -40,8 +33,7 @@ def add(command: AddCommand) -> None:
         default="submitit",
         help="Run a sweep in local jobs of submitit, in jobs on Slurm, or in child processes (default: submitit).",
     )
-    mqar.add_argument("--slurm", metavar="key=value", action="append", default=[],
-                      help="Set a parameter of the jobs, such as slurm_partition=gpu; may be repeated.")  # fmt: skip
+    add_fields(mqar, "--slurm", "Set a parameter of the jobs, such as slurm_partition=gpu; may be repeated.")
     mqar.add_argument("--device", default="auto", help=DEVICE)
     mqar.add_argument("--no-compile", action="store_true", help="Train without torch.compile on GPUs.")
     mqar.add_argument("--no-cuda-graphs", action="store_true", help="Train without CUDA graphs; some mixers need this.")
@@ -51,8 +43,8 @@ def add(command: AddCommand) -> None:
     mqar.set_defaults(execute=run_mqar, rest="overrides")
 
     figures = command("mqar-figures", "Draw the figures of associative recall.", _MQAR_FIGURES)
-    figures.add_argument("results", metavar="RESULTS", nargs="+", type=path, help="Read the results.csv of a sweep.")
-    figures.add_argument("--out", metavar="DIR", type=path, required=True, help="Write the images into this folder.")
+    add_path(figures, "results", "RESULTS", "Read the results.csv of a sweep.", nargs="+")
+    add_path(figures, "--out", "DIR", "Write the images into this folder.", required=True)
     figures.set_defaults(execute=run_mqar_figures, rest="results")
 
 

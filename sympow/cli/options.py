@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 RUN = "Use the model in this run's folder, or in this checkpoint."
 SCORED = "Use the model in this run's folder, checkpoint, or folder of Hugging Face transformers."
@@ -21,6 +21,8 @@ DEVICE = "Compute on this device: auto, cpu, cuda, ...; auto is a GPU if there i
 
 # What a command's check of its options calls with the reason why they are refused.
 Refuse = Callable[[str], NoReturn]
+
+Arguments = argparse._ActionsContainer  # a parser, or a group of its options
 
 WAIT = timedelta(seconds=10)  # for torchrun's store, which lives longer than the processes
 
@@ -39,6 +41,27 @@ class AddCommand(Protocol):
 def add_trust_code(parser: argparse.ArgumentParser) -> None:
     """Adds --trust-code to a command that reads configs of runs."""
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+
+
+def add_path(parser: Arguments, name: str, metavar: str, help: str, **more: Any) -> None:
+    """Adds an option or an argument that is a path; `more` goes to argparse."""
+    parser.add_argument(name, metavar=metavar, type=path, help=help, **more)
+
+
+def add_number(parser: Arguments, name: str, help: str, default: float | None = None, **more: Any) -> None:
+    """Adds an option that is a number, an integer of at least 1 unless `more`, which goes to argparse, says otherwise.
+
+    Its help names the default, if there is one.
+    """
+    told = help if default is None else f"{help[:-1]} (default: {default:g})."
+    how: dict[str, Any] = {"metavar": "N", "type": positive} | more
+    parser.add_argument(name, default=default, help=told, **how)
+
+
+def add_fields(parser: Arguments, name: str, help: str) -> None:
+    """Adds assignments key=value: an option that may be repeated, or the last positional arguments."""
+    how: Any = {"action": "append"} if name.startswith("-") else {"nargs": "*"}
+    parser.add_argument(name, metavar="key=value", default=[], help=help, **how)
 
 
 class Parser(argparse.ArgumentParser):

@@ -32,7 +32,7 @@ _GAPS = tuple(f"gap_{name}" for name in Share._fields)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredHits:
     """Holds the result of `measure`: losses of models on the same sequences. Gaps are relative to the first model.
 
     Attributes:
@@ -125,7 +125,7 @@ def measure(
     count_tokens: int | None = None,
     with_text: bool = False,
     quiet: bool = False,
-) -> Measured:
+) -> MeasuredHits:
     """Counts the bigrams of the training documents and measures the losses of models on held-out rows.
 
     Args:
@@ -161,7 +161,7 @@ def measure(
                           progress=None if quiet else f"evaluating {label}")
         for label, each in models.items()
     }  # fmt: skip
-    return Measured(models, losses, held_out, chosen, counts, splits.tokenizer)
+    return MeasuredHits(models, losses, held_out, chosen, counts, splits.tokenizer)
 
 
 def probe_runs(

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from sympow.cli.options import DEVICE, DTYPES, WEIGHTS, AddCommand, Refuse, add_trust_code, decimal, path, positive
+from sympow.cli.options import (
+    DEVICE,
+    DTYPES,
+    WEIGHTS,
+    AddCommand,
+    Refuse,
+    add_number,
+    add_path,
+    add_trust_code,
+    decimal,
+    positive,
+)
 
 _SERVE = """Serves a model to clients of OpenAI's interface: completions, chats (with a chat template in the folder) and
 streams. Requests are answered in batches; a request's answer does not depend on the others. A prefix that a prompt
@@ -15,39 +26,30 @@ command needs the extra `serve`; docs/guides/serving.md has examples."""
 def add(command: AddCommand) -> None:
     """Adds the command to the parser."""
     serve = command("serve", "Serve a model over HTTP with OpenAI's interface.", _SERVE)
-    serve.add_argument("folder", metavar="DIR", type=path, help="Serve this run, or this folder of `sympow export`.")
+    add_path(serve, "folder", "DIR", "Serve this run, or this folder of `sympow export`.")
     serve.add_argument("--host", default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
-    serve.add_argument("--port", metavar="N", type=int, default=8000,
-                       help="Listen at this port; 0 takes a free one (default: 8000).")  # fmt: skip
+    add_number(serve, "--port", "Listen at this port; 0 takes a free one.", 8000, type=int)
     serve.add_argument("--allowed-host", metavar="NAME", action="append", default=[],
                        help="Answer requests for this host too; * means all; may be repeated "
                             "(default: only localhost, where other machines cannot reach the server).")  # fmt: skip
     serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")
-    serve.add_argument(
-        "--api-keys",
-        metavar="FILE",
-        type=path,
-        help="Accept the keys in this file, one on each line (default: those in "
-        "$SYMPOW_API_KEYS, separated by commas; without any, every client is accepted).",
-    )
+    add_path(serve, "--api-keys", "FILE",
+             "Accept the keys in this file, one on each line (default: those in $SYMPOW_API_KEYS, separated by "
+             "commas; without any, every client is accepted).")  # fmt: skip
     for name, count, what in (("slots", 16, "Answer N requests at a time"),
                               ("max-prompt-tokens", 1_000_000, "Refuse prompts of more than N tokens"),
                               ("max-new-tokens", 4096, "Write at most N tokens of an answer")):  # fmt: skip
-        serve.add_argument(f"--{name}", metavar="N", type=positive, default=count,
-                           help=f"{what} (default: {count:,}).")  # fmt: skip
-    serve.add_argument("--prefill-chunk", metavar="N", type=positive,
-                       help="Read N tokens of a prompt at a time (default: 256; on a GPU 1,024).")  # fmt: skip
-    serve.add_argument("--queue", metavar="N", type=int, default=256,
-                       help="Let at most N requests wait (default: 256).")  # fmt: skip
+        serve.add_argument(f"--{name}", metavar="N", type=positive, default=count, help=f"{what} (default: {count:,}).")
+    add_number(serve, "--prefill-chunk", "Read N tokens of a prompt at a time (default: 256; on a GPU 1,024).")
+    add_number(serve, "--queue", "Let at most N requests wait.", 256, type=int)
     for name, number, what in (("timeout", 600.0, "End an answer after X seconds"),
                                ("grace", 30.0, "Give running requests X seconds when the server ends"),
                                ("cache-memory", 1.0, "Keep states of prompts in X GiB of memory")):  # fmt: skip
         serve.add_argument(f"--{name}", metavar="X", type=decimal, default=number,
                            help=f"{what} (default: {number:g}).")  # fmt: skip
-    serve.add_argument("--cache-dir", metavar="DIR", type=path,
-                       help="Keep states of prompts in this folder too (default: in memory only).")  # fmt: skip
-    serve.add_argument("--cache-disk", metavar="X", type=decimal,
-                       help="Keep X GiB of these states in --cache-dir (default: 10).")  # fmt: skip
+    add_path(serve, "--cache-dir", "DIR", "Keep states of prompts in this folder too (default: in memory only).")
+    add_number(serve, "--cache-disk",
+               "Keep X GiB of these states in --cache-dir (default: 10).", type=decimal, metavar="X")  # fmt: skip
     serve.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     serve.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(serve)

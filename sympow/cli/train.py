@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sympow.cli.options import AddCommand, ListRecipes, Refuse, path
+from sympow.cli.options import AddCommand, ListRecipes, Refuse, add_fields, add_path
 
 if TYPE_CHECKING:
     from sympow.training import RunConfig
@@ -30,34 +30,17 @@ def add(command: AddCommand) -> None:
     train.add_argument("recipe", metavar="RECIPE", nargs="?",
                        help="Run this recipe: demo:softmax, path/to/file.py:function or module:function. "
                             "It is optional with --from.")  # fmt: skip
-    train.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="Set a field of the recipe's config, such as training.learning_rate=1e-3.",
-    )
-    train.add_argument(
-        "--from",
-        metavar="RUN",
-        type=path,
-        dest="start",
-        help="Begin with the weights of this run or checkpoint, and without a recipe with its config.",
-    )
-    train.add_argument("--out", metavar="DIR", type=path,
-                       help="Write the run into this folder (default: runs/NAME, with the run's name).")  # fmt: skip
+    add_fields(train, "overrides", "Set a field of the recipe's config, such as training.learning_rate=1e-3.")
+    add_path(train, "--from", "RUN",
+             "Begin with the weights of this run or checkpoint, and without a recipe with its "
+             "config.", dest="start")  # fmt: skip
+    add_path(train, "--out", "DIR", "Write the run into this folder (default: runs/NAME, with the run's name).")
     train.add_argument("--restart", action="store_true", help="First remove the files of an earlier run in the folder.")
     train.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
     train.set_defaults(execute=run_train, rest="overrides", check=_find_recipe)
 
     demo = command("demo", "Train two small models, compare them, and continue a text with one.", _DEMO)
-    demo.add_argument(
-        "--out",
-        metavar="DIR",
-        type=path,
-        default="runs/demo",
-        help="Write the runs into this folder (default: runs/demo).",
-    )
+    add_path(demo, "--out", "DIR", "Write the runs into this folder (default: runs/demo).", default="runs/demo")
     demo.add_argument("--quiet", action="store_true", help="Show no progress.")
     demo.set_defaults(execute=run_demo)
 

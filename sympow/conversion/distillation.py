@@ -18,7 +18,7 @@ from sympow.layers.blocked_window import BlockedWindowAttention
 from sympow.layers.window import WindowAttention
 from sympow.models import LanguageModel
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load_model, run
-from sympow.training.ranks import Rows
+from sympow.training.ranks import TokenRows
 from sympow.training.runs import Lesson, saved_tokenizer
 
 NARROW = 64  # tokens of a window in the steps that `DistillationConfig.window_dropout` chooses
@@ -78,7 +78,7 @@ class Distillation:
             return nullcontext()
         return narrow_windows(model, NARROW)
 
-    def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
+    def loss_sum(self, model: LanguageModel, rows: TokenRows, step: int) -> Tensor:
         """Returns the loss of a step, summed over the targets of `rows`, as a scalar."""
         stage, _ = self.stage(step)
         tokens, targets, borders = rows.tokens, rows.targets, rows.cu_seqlens

@@ -118,37 +118,39 @@ def _open_text(config: DataConfig, cache_dir: Path | None, tokenizer: Tokenizer 
     return Splits(_joined(train, config), _joined(held, config), tokenizer, tuple(remarks))
 
 
-class _Measured(NamedTuple):
+class _MeasuredTexts(NamedTuple):
     """Holds documents that are not empty, their sizes in bytes, int64, and their hashes."""
 
     documents: list[Document]
     sizes: np.ndarray
     hashes: list[str]
 
-    def at(self, indices: np.ndarray) -> _Measured:
+    def at(self, indices: np.ndarray) -> _MeasuredTexts:
         """Returns some of the documents."""
         chosen = indices.tolist()
-        return _Measured([self.documents[i] for i in chosen], self.sizes[indices], [self.hashes[i] for i in chosen])
+        return _MeasuredTexts(
+            [self.documents[i] for i in chosen], self.sizes[indices], [self.hashes[i] for i in chosen]
+        )
 
 
-def _measured(config: DataConfig, path: str | None, remarks: list[str]) -> _Measured:
+def _measured(config: DataConfig, path: str | None, remarks: list[str]) -> _MeasuredTexts:
     """Measures the documents at a path, or in the standard library, and adds to the remarks what is left out."""
     if path is None:
-        return _Measured(*measure_documents(stdlib_documents()))
+        return _MeasuredTexts(*measure_documents(stdlib_documents()))
     try:
         texts = find_texts(path, config.group, config.suffixes, config.text_field)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; data.path names the corpus") from None
-    found = _Measured(*measure_documents(texts.documents))
+    found = _MeasuredTexts(*measure_documents(texts.documents))
     if not found.documents:
         raise ValueError(f"text corpus {path} is empty: its files hold no text")
     remarks.extend(texts.remarks(len(texts.documents) - len(found.documents)))
     return found
 
 
-def _split_texts(texts: _Measured, config: DataConfig) -> tuple[_Measured, _Measured]:
+def _split_texts(texts: _MeasuredTexts, config: DataConfig) -> tuple[_MeasuredTexts, _MeasuredTexts]:
     if len(texts.documents) == 1:
-        texts = _Measured(*measure_documents(cut_document(texts.documents[0], config.held_out)))
+        texts = _MeasuredTexts(*measure_documents(cut_document(texts.documents[0], config.held_out)))
         chosen = np.array([1])
     else:
         chosen = choose_held_out(texts.sizes, config.held_out, config.seed)

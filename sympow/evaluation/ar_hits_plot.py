@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sympow.evaluation.ar_hits import Cell, HitLosses
-from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.evaluation.plot import curve_style, empty_figure, set_grid
 
 LEAST = 30  # tokens of a point that is drawn; the mean of fewer says little
 
@@ -25,16 +25,12 @@ def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]
     """
     if not measured:
         raise ValueError("a plot needs at least one run")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing curves needs matplotlib: pip install 'sympow[eval]'") from error
-    figure = Figure(figsize=(13, 4.6), dpi=130, layout="constrained")
+    figure = empty_figure("curves", (13, 4.6), dpi=130)
     counts, distances, rates = figure.subplots(1, 3)
     for n, (run, losses) in enumerate(measured.items()):
-        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 4}
+        style: dict[str, Any] = curve_style(n) | {"markersize": 4}
         _line(counts, losses.by_count(repeated=True), **style, label=run)
-        _line(counts, losses.by_count(repeated=False), **style, linestyle="--")
+        _line(counts, losses.by_count(repeated=False), **style | {"linestyle": "--"})
         _line(distances, losses.by_distance(), **style)
     draw_rates(rates, next(iter(measured.values())))
     first = next(iter(measured.values()))
@@ -48,9 +44,7 @@ def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]
     distances.set_xscale("log", base=2)
     for axis in (counts, distances):
         axis.set_ylabel("held-out loss (nats a token)")
-    for axis in (counts, distances, rates):
-        axis.grid(True, color="0.9")
-        axis.set_axisbelow(True)
+    set_grid((counts, distances, rates))
     figure.legend(*counts.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path)
 

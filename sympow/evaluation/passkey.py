@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sympow.evaluation.plot import empty_figure
 from sympow.models import LanguageModel, generate
 from sympow.ops.memory import check_memory
 from sympow.progress import Progress
@@ -180,15 +181,11 @@ def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> N
     """
     if not rows:
         raise ValueError("a plot needs at least one row")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing passkeys needs matplotlib: pip install 'sympow[eval]'") from error
     models = list(dict.fromkeys(row.model for row in rows))
     contexts, depths = sorted({row.context for row in rows}), sorted({row.depth for row in rows})
     columns = min(len(models), PANELS)
     lines = math.ceil(len(models) / columns)
-    figure = Figure(figsize=(1.5 + 2.5 * columns, 0.7 + 2.6 * lines), dpi=150, layout="constrained")
+    figure = empty_figure("passkeys", (1.5 + 2.5 * columns, 0.7 + 2.6 * lines))
     for n, model in enumerate(models):
         axes = figure.add_subplot(lines, columns, n + 1)
         table = np.full((len(depths), len(contexts)), np.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from sympow.evaluation.context_loss import Bin, Curve
 
@@ -25,13 +26,9 @@ def plot_context_losses(
     """
     if not curves:
         raise ValueError("a plot needs at least one curve")
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-    except ImportError as error:
-        raise ImportError("drawing curves needs matplotlib: pip install 'sympow[eval]'") from error
+    figure = empty_figure("curves", (8, 5))
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for n, curve in enumerate(curves):
         bins = shown_bins(curve)
@@ -39,11 +36,11 @@ def plot_context_losses(
         losses = [each.loss for each in bins]
         best = curve.losses.best
         label = f"{curve.run}: best-context loss {best.loss:.3f} at {_tokens(best.end)} tokens"
-        colour = COLOURS[n % len(COLOURS)]
-        axes.plot(middles, losses, marker=MARKERS[n % len(MARKERS)], markersize=5, label=label, color=colour)
+        style = curve_style(n)
+        axes.plot(middles, losses, markersize=5, label=label, **style)
         low = [each.loss - each.stderr for each in bins]
         high = [each.loss + each.stderr for each in bins]
-        axes.fill_between(middles, low, high, alpha=0.2, linewidth=0, color=colour)
+        axes.fill_between(middles, low, high, alpha=0.2, linewidth=0, color=style["color"])
     longest = max(curve.losses.context for curve in curves)
     for context in sorted({curve.train_context or 0 for curve in curves}):
         if not 0 < context <= longest:
@@ -69,10 +66,54 @@ def plot_context_losses(
     axes.set_xlabel("context length (tokens)")
     axes.set_ylabel("held-out loss (nats a token)")
     axes.set_title(title)
-    axes.grid(True, color="0.9")
-    axes.set_axisbelow(True)
+    set_grid([axes])
     axes.legend(fontsize=9)
     figure.savefig(path)
+
+
+def empty_figure(what: str, size: tuple[float, float], dpi: int = 150) -> Any:
+    """Returns a figure of matplotlib; ImportError without it, which says that drawing `what` needs the package."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"drawing {what} needs matplotlib: pip install 'sympow[eval]'") from error
+    return Figure(figsize=size, dpi=dpi, layout="constrained")
+
+
+def panels(count: int, size: tuple[float, float], dpi: int = 150) -> tuple[Any, list[Any]]:
+    """Returns a figure with panels of a size, two in a row at most, so that it can be read on a page."""
+    columns = min(2, count)
+    lines = -(-count // columns)
+    figure = empty_figure("figures", (size[0] * columns + 2.2, size[1] * lines), dpi)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis in axes[count:]:
+        axis.remove()
+    return figure, axes[:count]
+
+
+def curve_style(n: int) -> dict[str, str]:
+    """Returns how curve number `n` is drawn. After all colours come other markers, dashed and then dotted."""
+    again = n // len(COLOURS)
+    marker, line = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--", ":")[again % 3]
+    return {"color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": line}
+
+
+def set_grid(axes: Sequence[Any]) -> None:
+    """Draws a grid below the curves of some panels."""
+    for axis in axes:
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+
+
+def shared_legend(figure: Any, axes: Sequence[Any], last: str = "") -> None:
+    """Draws one legend for all panels, beside them, each label once; the label `last` at the end."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if last in handles:
+        handles[last] = handles.pop(last)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
 
 
 def shown_bins(curve: Curve) -> list[Bin]:

@@ -16,11 +16,12 @@ from typing import Any, ClassVar, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
-from sympow.layers.state import After, MixerState, try_by_copies
+from sympow.layers.state import After, Device, DType, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
@@ -175,10 +176,10 @@ class AttentionMixer(Mixer):
         gate = nn.Linear(d_model, n_heads * value_dim, bias=output_gate_bias) if output_gate else None
         self.output_gate = gate
 
+    @override
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draws all weights again; see `Mixer.reset_parameters`."""
         super().reset_parameters(std=std, out_std=out_std, generator=generator)
         if self.convolution is not None:
             self.convolution.reset_parameters(generator)
@@ -196,17 +197,15 @@ class AttentionMixer(Mixer):
         return try_by_copies(self.mix_step, x, state, extras)
 
     @abstractmethod
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         """Returns the state of `mix_step` before the first token, see `Mixer.init_state`."""
 
     @abstractmethod
     def mix_state_size(self, context: int) -> int:
         """Counts the elements that the state of `mix_step` holds per sequence after `context` tokens."""
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, **extras: Tensor | None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, own_weight(self.qkv))
         if self.convolution is not None:
             x = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
@@ -216,17 +215,15 @@ class AttentionMixer(Mixer):
             raise self.naming_weights(x, error) from error
         return self.output(x, y)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         behind = self.mix_state(batch_size, device=device, dtype=dtype)
         if self.convolution is None:
             return behind
         return ShortConvolutionState(self.convolution.init_state(batch_size, device, dtype), behind)
 
+    @override
     def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, own_weight(self.qkv))
         if self.convolution is None:
             return self._step(x, state, extras)
@@ -243,8 +240,8 @@ class AttentionMixer(Mixer):
                 raise self.naming_weights(x, error) from error
         return self.gated_output(y, gates()), state
 
+    @override
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
         self.check_step(x, state, own_weight(self.qkv))
         if self.convolution is None:
             y, after = self._try_mix_step(x, state, extras)
@@ -259,8 +256,8 @@ class AttentionMixer(Mixer):
         except OutOfRangeError as error:
             raise self.naming_weights(x, error) from error
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         convolution = 0 if self.convolution is None else self.convolution.state_size()
         return self.mix_state_size(context) + convolution
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sympow.layers.initial import draw_normal, init_linear
 from sympow.layers.other_names import explained, renamed_call
-from sympow.layers.state import After, Form, MixerState, check_batch, check_form, form_of, try_by_copies
+from sympow.layers.state import After, Device, DType, Form, MixerState, check_batch, check_form, form_of, try_by_copies
 from sympow.ops.availability import autocast_dtype, concatenated
 from sympow.ops.fused.float32_linear import float32_linear
 from sympow.ops.types import OutOfRangeError
@@ -84,9 +84,7 @@ class Mixer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         """Returns the state before the first token, for `batch_size` sequences.
 
         `device` is the device of the weights by default. `dtype` is the dtype of cached keys and values, by default

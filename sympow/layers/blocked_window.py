@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.window import checked_window
 from sympow.ops.availability import concatenated
 
@@ -45,19 +45,17 @@ class BlockedWindowAttention(AttentionMixer):
         self.window = checked_window(window)
         self.reset_parameters()
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         return per_document(self._blocked, cu_seqlens, q, k, v)
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> BlockedWindowState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+    @override
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> BlockedWindowState:
         return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
 
+    @override
     def mix_step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         block, position, outs = state.block, state.position, []
@@ -73,13 +71,13 @@ class BlockedWindowAttention(AttentionMixer):
         y = concatenated(outs, dim=2).transpose(1, 2).to(x.dtype)
         return y, BlockedWindowState(block, position)
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         held = (context - 1) % self.window + 1 if context else 0
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         whole, rest = time // self.window, time % self.window
         return whole * both_ways(self.window, self) + (both_ways(rest, self) if rest else 0)
 

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.documents import per_document
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 
 _CONV = 4  # taps of the short convolutions, all of which the package keeps
 
@@ -83,27 +84,25 @@ class FlaMixer(Mixer):
             self.layer.load_state_dict(fresh)
         super().reset_parameters(std=std, out_std=out_std, generator=generator)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, own_weight(self.out))
         return per_document(lambda document: self.layer(document)[0], cu_seqlens, x)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> FlaState:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> FlaState:
         return FlaState()
 
+    @override
     def step(self, x: Tensor, state: FlaState) -> tuple[Tensor, FlaState]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, own_weight(self.out))
         state = FlaState(state.recurrent, state.conv)
         pieces = x.split(1, dim=1) if len(state) else (x,)
         outs = [self.layer(piece, past_key_values=state, use_cache=True)[0] for piece in pieces]
         return torch.cat(outs, dim=1), state
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self._elements() if context else 0
 
     def _elements(self) -> int:

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sympow.layers.attention import BLOCK
 from sympow.layers.base import Mixer
 from sympow.layers.registry import make_mixer, mixer_class
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 
 
 @dataclass
@@ -94,10 +95,10 @@ class HybridHeads(Mixer):
         window = {"window": options["window"]} if "window" in options else {}
         return {"window_options": ("window", window | dict(own))} | super().parts(options)
 
+    @override
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draws all weights again; see `Mixer.reset_parameters`."""
         for part in (self.near, self.far):
             part.reset_parameters(std=std, out_std=out_std, generator=generator)
 
@@ -105,33 +106,31 @@ class HybridHeads(Mixer):
         """Adds the outputs of both kinds of heads; see `Mixer.forward`."""
         return self.near(x, cu_seqlens=cu_seqlens) + self.far(x, cu_seqlens=cu_seqlens)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> HybridHeadsState:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> HybridHeadsState:
         near, far = (part.init_state(batch_size, device=device, dtype=dtype) for part in (self.near, self.far))
         return HybridHeadsState(near, far)
 
+    @override
     def step(self, x: Tensor, state: HybridHeadsState) -> tuple[Tensor, HybridHeadsState]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, None)
         y, near = self.near.step(x, state.near)
         own, far = self.far.step(x, state.far)
         return y + own, HybridHeadsState(near, far)
 
+    @override
     def try_step(self, x: Tensor, state: HybridHeadsState, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
         self.check_step(x, state, None)
         y, near = self.near.try_step(x, state.near)
         own, far = self.far.try_step(x, state.far)
         return y + own, lambda n: HybridHeadsState(near(n), far(n))
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.near.state_size(context) + self.far.state_size(context)
 
+    @override
     def training_flops(self, time: int) -> int | None:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         far = self.far.training_flops(time)
         near = self.near.training_flops(time)
         return None if near is None or far is None else near + far

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import any_weight
 from sympow.layers.documents import per_document
 from sympow.layers.power import check_form, continue_power, initial_memory, memory_size, try_power
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context_parallel import exclusive_sum
 from sympow.ops.cost import least_power_flops
@@ -75,8 +76,8 @@ class LinearAttention(AttentionMixer):
         self.features = spow_dim(self.head_dim + 1, 2) if feature_map == "taylor" else self.head_dim
         self.reset_parameters()
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v, features = self._inputs(x, self.first_position(x))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         y = power_attention(q, k, v, **self._options() | split).out
@@ -88,25 +89,23 @@ class LinearAttention(AttentionMixer):
             y = _normalized(y, q, sums)
         return y
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> LinearAttentionState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+    @override
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> LinearAttentionState:
         device = any_weight(self, self.out).device if device is None else torch.device(device)
         memory = initial_memory(self, 1, self.impl, batch_size, device, dtype, key_dim=self.features)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)
 
+    @override
     def mix_step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v, features = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, None, state.memory, **self._options())
         y, sums = self._divided(y, features, state)
         feature_sum = None if sums is None else sums[:, -1].clone()  # a view would hold all sums
         return y, LinearAttentionState(memory, state.position + x.shape[1], feature_sum)
 
+    @override
     def try_mix_step(self, x: Tensor, state: LinearAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v, features = self._inputs(x, state.position)
         y, memory = try_power(q, k, v, None, state.memory, **self._options())
         y, sums = self._divided(y, features, state)
@@ -117,17 +116,17 @@ class LinearAttention(AttentionMixer):
 
         return y, after
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         feature_sum = 0 if self.feature_map == "identity" else self.features
         return memory_size(self, 1, self.impl, key_dim=self.features) + self.n_kv_heads * feature_sum
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return least_power_flops(time, self.features, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
 
+    @override
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
 
     def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, is_product, linears_float32, state_options
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -123,8 +124,8 @@ class PowerAttention(AttentionMixer):
         self.register_buffer("qkv_start", torch.empty(sum(self._split)) if starts else None)
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         with torch.no_grad():
             if self.qkv_start is not None and not self.qkv_start.is_meta:
                 # The channels with the lowest frequencies are used, so that the score is nearly the same at long
@@ -155,8 +156,8 @@ class PowerAttention(AttentionMixer):
             state_dict[start] = torch.zeros(self.qkv_start.shape, dtype=bias.dtype, device=bias.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         by_op = self.takes_rotation(cu_seqlens)
         q, k, v, log_g, positions = self._inputs(x, self.first_position(x), self.context_group, detached=by_op)
         rotation = None if positions is None or not by_op else Rotation(*self._turns(x, positions))
@@ -168,10 +169,8 @@ class PowerAttention(AttentionMixer):
         whole = cu_seqlens is None and self.context_group is None
         return self.rotation == "data" and whole and torch.is_grad_enabled()
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PowerAttentionState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+    @override
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> PowerAttentionState:
         device = any_weight(self, self.out).device if device is None else torch.device(device)
         position: int | Tensor = 0
         if self.rotation == "data":
@@ -180,30 +179,30 @@ class PowerAttention(AttentionMixer):
         memory = initial_memory(self, self.p, self.impl, batch_size, device, dtype, self.eps)
         return PowerAttentionState(memory, position)
 
+    @override
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
         return y, PowerAttentionState(memory, _moved(state.position, positions, x.shape[1]))
 
+    @override
     def try_mix_step(self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = try_power(q, k, v, log_g, state.memory, **self._options())
         return y, lambda n: PowerAttentionState(memory(n), _moved(state.position, positions, n))
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         position = self.n_kv_heads if self.rotation == "data" else 0
         return memory_size(self, self.p, self.impl, self.eps) + position
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
         return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
 
+    @override
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
 
     def _inputs(

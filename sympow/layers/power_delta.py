@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
@@ -90,28 +91,26 @@ class PowerDeltaAttention(AttentionMixer):
         self.strength = Float32Linear(d_model, self.n_kv_heads) if beta is None else None
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         with torch.no_grad():
             if self.gate is not None and self.gate.bias is not None:
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
             if self.strength is not None and self.strength.bias is not None:
                 self.strength.bias.fill_(self.beta_bias)
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         return power_delta_rule(*self._inputs(x, 0), cu_seqlens=cu_seqlens, **self._options()).out
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PowerDeltaState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+    @override
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> PowerDeltaState:
         shape = (batch_size, self.n_kv_heads, spow_dim(self.head_dim, self.p), self.value_dim)
         options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         return PowerDeltaState(torch.zeros(shape, **options), 0)
 
+    @override
     def mix_step(self, x: Tensor, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         inputs, position = self._inputs(x, state.position), state.position + x.shape[1]
         if x.shape[1] == 1 and not torch.is_grad_enabled():
             y, memory = power_delta_rule_step(*inputs, state=state.memory, p=self.p, inplace=True)
@@ -121,8 +120,8 @@ class PowerDeltaAttention(AttentionMixer):
             raise RuntimeError("the op returned no state where one was asked for")
         return y, PowerDeltaState(memory, position)
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.n_kv_heads * spow_dim(self.head_dim, self.p) * self.value_dim
 
     def training_flops(self, time: int) -> int:

@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
 from sympow.layers.base import any_weight, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, check_form, continue_power, try_power
-from sympow.layers.state import After
+from sympow.layers.state import After, Device, DType
 from sympow.ops import PowerState, power_attention
 from sympow.ops.cost import least_power_flops
 
@@ -59,43 +60,41 @@ class RetNet(AttentionMixer):
         self.out_norm = nn.GroupNorm(n_heads, inner, eps=1e-6)
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         for weight in (*self.qkv.weight.data.split(self._split), self.gate.weight):
             bound = 2**-2.5 * sqrt(6 / sum(weight.shape))
             draw_uniform(weight, -bound, bound, generator)
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         return power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PowerAttentionState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+    @override
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> PowerAttentionState:
         options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         memory = PowerState.zeros(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, 1, **options)
         return PowerAttentionState(memory, 0)
 
+    @override
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         y, memory = continue_power(q, k, v, self._decay(k), state.memory, **self._options())
         return y, PowerAttentionState(memory, state.position + x.shape[1])
 
+    @override
     def try_mix_step(self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         y, memory = try_power(q, k, v, self._decay(k), state.memory, **self._options())
         return y, lambda n: PowerAttentionState(memory(n), state.position + n)
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.n_kv_heads * self.head_dim * (self.value_dim + 1)
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
         return least_power_flops(time, self.head_dim, self.value_dim, 1, True, **sizes)
 

@@ -11,12 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import head_normed
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.rwkv4 import shifted
 from sympow.ops.availability import autocast_dtype, without_autocast
 
@@ -135,15 +136,13 @@ class RWKV7(Mixer):
             nn.init.constant_(self.written, 1.02)
             nn.init.constant_(self.bonus, -0.04)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.mix)
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV7State:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> RWKV7State:
         last = torch.zeros(batch_size, self.d_model, **state_options(self.mix, device, dtype))
         shape = (batch_size, self.n_heads, self.head_dim, self.head_dim)
         return RWKV7State(last, torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True)))
@@ -156,13 +155,13 @@ class RWKV7(Mixer):
         """
         return 27 * time * self.d_model * self.head_dim
 
+    @override
     def step(self, x: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, self.mix)
         return self._mixed(x, state)
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.d_model * (1 + self.head_dim)
 
     def _start(self, x: Tensor) -> RWKV7State:

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.registry import make_mixer
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import concatenated
 from sympow.ops.context_parallel import previous_tokens
 from sympow.ops.cost import convolution_flops
@@ -153,10 +154,10 @@ class ShortConvolution(Mixer):
             self.causal, self.reads_tokens = self.mixer.causal, self.mixer.reads_tokens
         self.reset_parameters()
 
+    @override
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draws all weights again; see `Mixer.reset_parameters`."""
         self.convolution.reset_parameters(generator)
         if self.mixer is not None:
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)
@@ -167,24 +168,22 @@ class ShortConvolution(Mixer):
         y = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
         return y if self.mixer is None else self.mixer(y, cu_seqlens=cu_seqlens, **self.extras(tokens))
 
+    @override
     def training_flops(self, time: int) -> int | None:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         own = convolution_flops(time, self.convolution.weight.shape[1], self.d_model)
         behind = 0 if self.mixer is None else self.mixer.training_flops(time)
         return None if behind is None else own + behind
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> ShortConvolutionState:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> ShortConvolutionState:
         past = self.convolution.init_state(batch_size, device, dtype)
         behind = None if self.mixer is None else self.mixer.init_state(batch_size, device=device, dtype=dtype)
         return ShortConvolutionState(past, behind)
 
+    @override
     def step(
         self, x: Tensor, state: ShortConvolutionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, ShortConvolutionState]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, self.convolution.weight)
         y, past = self.convolution.step(x, state.past)
         behind = state.behind
@@ -192,8 +191,8 @@ class ShortConvolution(Mixer):
             y, behind = self.mixer.step(y, behind, **self.extras(tokens))
         return y, ShortConvolutionState(past, behind)
 
+    @override
     def try_step(self, x: Tensor, state: ShortConvolutionState, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
         self.check_step(x, state, self.convolution.weight)
         y, past = self.convolution.try_step(x, state.past)
         if self.mixer is None or state.behind is None:
@@ -201,13 +200,13 @@ class ShortConvolution(Mixer):
         y, behind = self.mixer.try_step(y, state.behind, **extras)
         return y, lambda n: ShortConvolutionState(past(n), behind(n))
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         behind = 0 if self.mixer is None else self.mixer.state_size(context)
         return self.convolution.state_size() + behind
 
+    @override
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
         if self.mixer is not None:
             self.mixer.split_context(group)

@@ -11,13 +11,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, state_options
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
-from sympow.layers.state import After, MixerState
+from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
 from sympow.ops.running_sums import sums_so_far
@@ -62,8 +63,8 @@ class GatedScores(AttentionMixer):
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         if self.gate is not None and self.gate.bias is not None:
             with torch.no_grad():
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
@@ -111,40 +112,38 @@ class SoftmaxAttention(GatedScores):
     Packed documents are computed one after another. Options as in `GatedScores`.
     """
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         if self.gate is None:
             return per_document(_causal, cu_seqlens, q, k, v)
         log_g = F.logsigmoid(self.gate(x))
         return per_document(gated_attention, cu_seqlens, q, k, v, log_g)
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KVCache | GatedCache:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+    @override
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> KVCache | GatedCache:
         cache = empty_cache(self, batch_size, device, dtype)
         return cache if self.gate is None else GatedCache(cache, self.zero_sums(cache))
 
+    @override
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         y, _, cache, sums = self._stepped(x, state)
         return y, cache if sums is None else GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
 
+    @override
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         y, before, cache, sums = self._stepped(x, state)
         if sums is None:
             return y, partial(_cut, before, cache)
         sums = torch.cat([state.log_sum[:, None], sums], dim=1)
         return y, lambda n: GatedCache(_cut(before, cache, n), sums[:, n].clone())
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.cache_size(capacity(context))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return both_ways(time, self)
 
     def _stepped(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache, KVCache, Tensor | None]:

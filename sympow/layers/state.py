@@ -14,6 +14,9 @@ from sympow.ops import DecodingState, PowerState
 from sympow.ops.availability import concatenated
 
 S = TypeVar("S")
+# Where and in which dtype a state is made; None: those of the weights.
+Device = torch.device | str | None
+DType = torch.dtype | None
 
 # What all states of a mixer share, by fields: the forms of nested states, shapes of tensors without the batch (0: a
 # size that grows), and constants.
@@ -80,7 +83,7 @@ class MixerState:
 
 
 @dataclass
-class Rows(MixerState):
+class RowStates(MixerState):
     """Holds one state for each row, for a mixer that cannot step rows of different lengths as one batch."""
 
     rows: list[MixerState]
@@ -161,7 +164,7 @@ def _batch(value: Any) -> int | None:
         return value.shape[0]
     if isinstance(value, DecodingState):  # its tensors can be a pool of more sequences
         return value.batch
-    if isinstance(value, Rows):
+    if isinstance(value, RowStates):
         return len(value.rows)
     items = (getattr(value, field.name) for field in fields(value)) if is_dataclass(value) else value
     if isinstance(value, list | tuple) or is_dataclass(value):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import HeadOptions
 from sympow.layers.cache import KVCache, WindowCache, capacity
@@ -21,7 +22,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.gate_channels import with_gates
 from sympow.layers.softmax import GatedCache, GatedScores, attend, attend_to_past, both_ways, empty_cache
-from sympow.layers.state import After
+from sympow.layers.state import After, Device, DType
 from sympow.ops.availability import concatenated, is_exporting, without_autocast
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
@@ -64,33 +65,33 @@ class WindowAttention(GatedScores):
         self.window = checked_window(window)
         super().__init__(d_model, n_heads, gate=gate, gate_bias=gate_bias, rotation=rotation, **heads)
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         gates = [] if self.gate is None else [F.logsigmoid(self.gate(x))]
         if cu_seqlens is None and suits_flex(q, v) and x.shape[1] > self.window:  # documents have too many lengths
             return self._windowed(flex_attend_in_window, q, k, v, *gates)
         return per_document(partial(self._windowed, attend_in_window), cu_seqlens, q, k, v, *gates)
 
+    @override
     def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self, batch_size: int, *, device: Device = None, dtype: DType = None
     ) -> WindowCache | GatedWindowCache:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         empty = empty_cache(self, batch_size, device, dtype)
         cache = WindowCache(empty.k, empty.v, limit=self.window)
         return cache if self.gate is None else GatedWindowCache(cache, self.zero_sums(cache))
 
+    @override
     def mix_step(
         self, x: Tensor, state: WindowCache | GatedWindowCache
     ) -> tuple[Tensor, WindowCache | GatedWindowCache]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v, cache, sums = self.heads_of_step(x, state)
         with nullcontext() if sums is None else without_autocast(x):  # it would round the sums in the keys
             y, cache = self._continued(cache, q, k, v)
         return y.transpose(1, 2).to(x.dtype), cache if sums is None else GatedWindowCache(cache, sums[:, -1].clone())
 
+    @override
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v, cache, sums = self.heads_of_step(x, state)
         with nullcontext() if sums is None else without_autocast(x):
             y = self._behind(cache, q, k, v).transpose(1, 2).to(x.dtype)
@@ -103,12 +104,12 @@ class WindowAttention(GatedScores):
 
         return y, after
 
+    @override
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.cache_size(capacity(context, self.window))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return both_ways(time, self, self.window)
 
     def _continued(self, cache: WindowCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, WindowCache]:

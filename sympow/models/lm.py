@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from sympow.layers import MixerState
 from sympow.layers.base import refuse_complex
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import After, check_batch
+from sympow.layers.state import After, Device, DType, check_batch
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
@@ -248,9 +248,7 @@ class LanguageModel(nn.Module):
         for part in (*self.blocks, *self._norms(), self.cross_entropy, self.divergence):
             part.compile(**options)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> ModelState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> ModelState:
         """Returns the state before the first token; `device` and `dtype` as in `Mixer.init_state`."""
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.layers import MixerState
-from sympow.layers.state import Rows
+from sympow.layers.state import RowStates
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import ModelState
 from sympow.models.step_graphs import StepGraphs
@@ -27,7 +27,7 @@ from sympow.ops.memory import check_memory
 
 _COUNTERS = 20  # bytes of a slot's length, position and number
 
-Leaf = Tensor | Rows | DecodingState
+Leaf = Tensor | RowStates | DecodingState
 
 
 class Steps(Protocol):
@@ -111,7 +111,7 @@ class Slots:
     @property
     def as_one_batch(self) -> bool:
         """Returns whether every mixer is stepped for all rows at once, none row by row."""
-        return not any(isinstance(held, Rows) for held, _ in _leaves(self._held, self._held))
+        return not any(isinstance(held, RowStates) for held, _ in _leaves(self._held, self._held))
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +140,7 @@ class Slots:
         if row + batch > self.capacity:
             raise RuntimeError(f"{self.capacity - row} of {self.capacity} slots are free; got {batch} sequences")
         for held, given in _leaves(self._held, _with_all_room(state)):
-            if isinstance(held, Rows):
+            if isinstance(held, RowStates):
                 if batch > 1:
                     raise RuntimeError("the caches of several sequences cannot be put into slots at once")
                 held.rows.append(given.clone())
@@ -163,7 +163,7 @@ class Slots:
         self._check(row)
         last = self.count - 1
         for held, _ in _leaves(self._held, self._held):
-            if isinstance(held, Rows):
+            if isinstance(held, RowStates):
                 held.rows[row] = held.rows[last]
                 held.rows.pop()
             elif row != last and not isinstance(held, DecodingState):
@@ -204,7 +204,7 @@ class Slots:
         """Steps the rows of `view`, without waiting for the device."""
         logits, after = self._model.step(tokens[:, None], view)
         for held, stepped in _leaves(view, after):
-            if isinstance(held, Rows):
+            if isinstance(held, RowStates):
                 held.rows[:] = stepped.rows
             elif isinstance(held, DecodingState):
                 if held is not stepped:
@@ -220,7 +220,7 @@ class Slots:
         def first(leaf: Leaf) -> Leaf:
             if isinstance(leaf, DecodingState):
                 return leaf.at(self._slots[:count])
-            return leaf if isinstance(leaf, Rows) else leaf[:count]
+            return leaf if isinstance(leaf, RowStates) else leaf[:count]
 
         return _rebuilt(self._held, first)
 
@@ -228,7 +228,7 @@ class Slots:
         """Returns the state of some rows, all after so many tokens: it may be a view, or a copy."""
 
         def cut(leaf: Leaf) -> Any:
-            if isinstance(leaf, Rows):
+            if isinstance(leaf, RowStates):
                 return leaf.rows[rows.start]
             if isinstance(leaf, DecodingState):
                 whole = self._in_order and rows == slice(0, self.capacity)
@@ -251,13 +251,13 @@ class Slots:
 
 
 def _slotted(state: Any, position: Tensor) -> Any:
-    """Returns the state of a batch with `position` in place of counters, and with `Rows` for mixers that need them."""
+    """Returns the state of a batch with `position` in place of counters, and `RowStates` for mixers that need them."""
     if isinstance(state, list):
         return [_slotted(item, position) for item in state]
     if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
         return _with_fields(state, lambda name, item: _slotted(item, position))
     if isinstance(state, MixerState):
-        return state.with_all_room().counting(position) if state.rows_may_differ else Rows([])
+        return state.with_all_room().counting(position) if state.rows_may_differ else RowStates([])
     return state
 
 

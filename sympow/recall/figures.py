@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.evaluation import plot
 from sympow.recall.results import Row, chosen, group
 
 SOLVED = 0.9  # a number of pairs counts as recalled from this accuracy on
 GUESSING = "guessing, 1/D"
+PANEL = (4, 3.4)  # inches
 
 
 def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
@@ -60,7 +61,7 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
                if any(len({row[x] for row in of_model}) > 1 for of_model in group(same, "model").values())}  # fmt: skip
     if not several:
         return None
-    figure, axes = _panels(len(several))
+    figure, axes = plot.panels(len(several), PANEL)
     for axis, (key, same) in zip(axes, several.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, x).items())
@@ -81,7 +82,7 @@ def _frontier(rows: Sequence[Row]) -> Any:
     if not rows:
         return None
     tasks = group(rows, "test")
-    figure, axes = _panels(len(tasks))
+    figure, axes = plot.panels(len(tasks), PANEL)
     for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "state_bytes").items())
@@ -100,7 +101,7 @@ def _learning_rates(rows: Sequence[Row]) -> Any:
                if len({row["learning_rate"] for row in same}) > 1}  # fmt: skip
     if not several:
         return None
-    figure, axes = _panels(len(several))
+    figure, axes = plot.panels(len(several), PANEL)
     for axis, (key, same) in zip(axes, several.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "learning_rate").items())
@@ -124,7 +125,7 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
     if not rows:
         return None
     panels = dict(sorted(group(rows, "train", "width").items()))
-    figure, axes = _panels(len(panels))
+    figure, axes = plot.panels(len(panels), PANEL)
     for axis, ((task, width), same) in zip(axes, panels.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             for row in of_model:
@@ -146,7 +147,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
     rows = _with_models([row for row in rows if row["state_bytes"] and row["pairs"]])
     if len({row["pairs"] for row in rows}) < 2:
         return None
-    figure, axes = _panels(1, size=(8, 5))
+    figure, axes = plot.panels(1, (8, 5))
     (axis,) = axes
     sizes: list[float] = []
     for style, of_model in _by_model(rows, rows):
@@ -193,21 +194,6 @@ def _title(names: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(f"{_SHORT[n]} {v:,}" for n, v in zip(names, values, strict=True) if v is not None)
 
 
-def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list[Any]]:
-    """Returns a figure with panels side by side, two in a row at most, so that it can be read on a page."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
-    columns = min(2, count)
-    lines = -(-count // columns)
-    figure = Figure(figsize=(size[0] * columns + 2.2, size[1] * lines), dpi=150, layout="constrained")
-    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axis in axes[count:]:
-        axis.remove()
-    return figure, axes[:count]
-
-
 def _with_models(rows: Sequence[Row], x: str = "") -> list[Row]:
     """Returns the rows with a column "model": the label, and heads, layers and MLP if models with the label differ.
 
@@ -227,11 +213,8 @@ def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[s
     models = list(group(all_rows, "model"))
     styled = []
     for key, same in group(rows, "model").items():
-        n = models.index(key)
-        again = n // len(COLOURS)  # a second round: other markers, dashed
-        marker, dashes = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--", ":")[again % 3]
-        style = {"label": key[0], "color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": dashes}
-        styled.append((style | {"markersize": 5}, same))
+        style: dict[str, Any] = plot.curve_style(models.index(key))
+        styled.append((style | {"label": key[0], "markersize": 5}, same))
     return styled
 
 
@@ -281,16 +264,10 @@ def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row],
     """Sets the grid and the limits, draws one legend for all panels, and says how many seeds the points have."""
     seeds = len({row["seed"] for row in rows})
     figure.suptitle("one seed" if seeds == 1 else f"{seeds} seeds", fontsize=10)
-    handles: dict[str, Callable[..., Any]] = {}
+    plot.set_grid(axes)
     for axis in axes:
         if accuracy:
             axis.set_ylim(-0.03, 1.03)
-        axis.grid(True, color="0.9")
-        axis.set_axisbelow(True)
         axis.set_ylabel(y_label)
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if GUESSING in handles:  # last, whatever panel it came from first
-        handles[GUESSING] = handles.pop(GUESSING)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    plot.shared_legend(figure, axes, last=GUESSING)
     return figure

@@ -45,14 +45,14 @@ def load(tasks: tuple[AnyTask, ...], examples: int, seed: tuple[int, ...], devic
     return parts
 
 
-class Measured(NamedTuple):
+class RecallScore(NamedTuple):
     """Holds a mean loss in nats and the share of queries answered right."""
 
     loss: float
     accuracy: float
 
 
-def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
+def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> RecallScore:
     """Measures the mean loss in nats and the share of queries answered right, over all queries of all parts.
 
     A model that has diverged may refuse its own numbers. Then the loss is NaN, and no query is answered right.
@@ -62,11 +62,11 @@ def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> 
     except Exception as error:
         if not shows_divergence(error):
             raise
-        return Measured(math.nan, 0.0)
+        return RecallScore(math.nan, 0.0)
 
 
 @torch.no_grad()
-def _measured(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
+def _measured(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> RecallScore:
     model.eval()
     device = parts[0].tokens.device
     loss, right, asked = torch.zeros((), device=device), torch.zeros((), device=device), 0
@@ -80,4 +80,4 @@ def _measured(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -
             loss += F.cross_entropy(logits, labels.flatten(), reduction="sum")
             right += (logits.argmax(1) == labels.flatten()).sum()
         asked += part.labels.numel()
-    return Measured(loss.item() / asked, right.item() / asked)
+    return RecallScore(loss.item() / asked, right.item() / asked)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from sympow.models import RecallModel
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
-from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure
+from sympow.recall.rows import TRAIN, VALIDATION, RecallScore, load, measure
 from sympow.training.config import TrainingConfig
 from sympow.training.loop import shows_divergence
 from sympow.training.optimizer import learning_rate, make_optimizer
@@ -96,7 +96,7 @@ class RecallTraining:
         self.validation = load(config.train, config.validation_examples, (config.data_seed, VALIDATION), str(device))
         self.diverged = False  # a component has refused numbers out of range
         self.train_loss = math.nan
-        self.validated = Measured(math.nan, math.nan)
+        self.validated = RecallScore(math.nan, math.nan)
         self.history: list[float] = []
 
     def take(self, step: int) -> None:

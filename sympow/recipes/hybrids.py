@@ -11,9 +11,8 @@ source's Tables 1, 3, 4 and 5, with the body and shape of all others.
 from dataclasses import replace
 from typing import Any
 
-from sympow.data import DataConfig
 from sympow.models import MixerConfig, preset
-from sympow.recipes.scaling import BLOCK, VOCAB_SIZE
+from sympow.recipes.scaling import BLOCK, DATA, VOCAB_SIZE
 from sympow.training import RunConfig, TrainingConfig
 
 CONTEXT = 1024
@@ -200,14 +199,7 @@ def _config(name: str, *mixers: MixerConfig) -> RunConfig:
     return RunConfig(
         name=f"hybrids-{name}",
         model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers, body="llama"),
-        data=DataConfig(
-            kind="zarr",
-            path="corpus/train.zarr",
-            held_out_path="corpus/heldout.zarr",
-            tokenizer="none",
-            vocab_size=VOCAB_SIZE,
-            pack=False,
-        ),
+        data=DATA,
         training=TrainingConfig(
             context=CONTEXT,
             batch_size=16,

@@ -22,6 +22,8 @@ TOKENS_PER_STEP = 65_536
 STEPS = 460  # 30 million tokens
 VOCAB_SIZE = 16_384
 LONGEST = 65_536  # tokens of a document
+DATA = DataConfig(kind="zarr", path="corpus/train.zarr", held_out_path="corpus/heldout.zarr",
+                  tokenizer="none", vocab_size=VOCAB_SIZE, pack=False)  # fmt: skip
 
 BLOCK: dict[str, Any] = dict(attention.BLOCK)
 PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
@@ -53,11 +55,6 @@ def power_data() -> RunConfig:
     return _power("power_data", rotation="data")
 
 
-def power_turned() -> RunConfig:
-    """Power attention, p = 2 with a rotation of all channels instead of a quarter."""
-    return _power("power_turned", rotary_fraction=1.0)
-
-
 def power_ungated() -> RunConfig:
     """Power attention, p = 2 without a gate."""
     return _power("power_ungated", gate=False)
@@ -66,11 +63,6 @@ def power_ungated() -> RunConfig:
 def linear_gated() -> RunConfig:
     """Power attention, p = 1 with a gate: gated linear attention."""
     return _power("linear_gated", p=1)
-
-
-def power3() -> RunConfig:
-    """Power attention, p = 3 of keys of 32: a state of 5,984 rows, 2.9 times that of p = 2."""
-    return _power("power3", p=3, head_dim=32, value_dim=64)
 
 
 def power_p4_k24() -> RunConfig:
@@ -195,68 +187,10 @@ def conformal_p4() -> RunConfig:
     return _power("conformal_p4", p=4, **PUBLISHED, **CONFORMAL)
 
 
-# `power` with one change: to the value of a source, or without one part of the block.
-
-
-def power_eps() -> RunConfig:
-    """`power` with eps = 1e-6 instead of 1."""
-    return _power("power_eps", eps=1e-6)
-
-
-def power_score() -> RunConfig:
-    """`power` with scores that start at 0 instead of 1."""
-    return _power("power_score", initial_score=0.0)
-
-
-def power_gate_bias_0() -> RunConfig:
-    """`power` with initial gate biases of 0 [CST] instead of 1 to 8: a half-life of one token."""
-    return _power("power_gate_bias_0", gate_bias=(0.0, 0.0))
-
-
-def power_gate_bias_7() -> RunConfig:
-    """`power` with initial gate biases of 6.906768 instead of 1 to 8: gates of 0.999, as [SCRA]'s code has."""
-    return _power("power_gate_bias_7", gate_bias=(6.906768, 6.906768))
-
-
-def power_frequencies() -> RunConfig:
-    """`power` with the frequencies of [CST] (M13) instead of the standard ones."""
-    return _power("power_frequencies", frequencies="conformal", max_length=LONGEST)
-
-
-def power_positions() -> RunConfig:
-    """`power_data` with positions that learn at the full rate [CST] instead of a tenth of it."""
-    return _power("power_positions", rotation="data", position_rate=1.0)
-
-
 def power_warmup() -> RunConfig:
     """`power` with a warm-up over 1% of the steps instead of 10%; the sources warm up over less than 1%."""
     config = _power("power_warmup")
     return replace(config, training=replace(config.training, warmup_steps=STEPS // 100))
-
-
-def power_no_bias() -> RunConfig:
-    """`power` without biases in the projections, as in [SCRA]'s code; so its scores start at 0."""
-    return _power("power_no_bias", bias=False)
-
-
-def power_unnormalized() -> RunConfig:
-    """`power` without the division by the sum of the weights; only the norm of heads is left."""
-    return _power("power_unnormalized", normalize=False)
-
-
-def power_no_convolution() -> RunConfig:
-    """`power` without the short convolution."""
-    return _power("power_no_convolution", short_convolution=0)
-
-
-def power_no_head_norm() -> RunConfig:
-    """`power` without the norm of heads' outputs."""
-    return _power("power_no_head_norm", head_norm=False)
-
-
-def power_no_output_gate() -> RunConfig:
-    """`power` without the gate on heads' outputs."""
-    return _power("power_no_output_gate", output_gate=False)
 
 
 # The body of RWKV-7 around other mixers [SCRA].
@@ -402,14 +336,7 @@ def _config(name: str, *mixers: MixerConfig) -> RunConfig:
     return RunConfig(
         name=f"scaling-{name}",
         model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers or MixerConfig("power"), body="llama"),
-        data=DataConfig(
-            kind="zarr",
-            path="corpus/train.zarr",
-            held_out_path="corpus/heldout.zarr",
-            tokenizer="none",
-            vocab_size=VOCAB_SIZE,
-            pack=False,
-        ),
+        data=DATA,
         training=TrainingConfig(
             context=TOKENS_PER_STEP,
             batch_size=1,

@@ -15,7 +15,7 @@ from sympow.models.slots import Slots
 from sympow.serving.engine_time import EngineTime
 from sympow.serving.prefill import Ready
 from sympow.serving.prefixes import PrefixCache
-from sympow.serving.sampling import Drawn, draw, to_device
+from sympow.serving.sampling import DrawnTokens, draw, to_device
 from sympow.serving.sequence import Sequence
 
 
@@ -30,7 +30,7 @@ class _Flight(NamedTuple):
 
     sequences: list[Sequence | None]
     logits: Tensor
-    drawn: Drawn
+    drawn: DrawnTokens
 
 
 class Decoder:

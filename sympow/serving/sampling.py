@@ -26,7 +26,7 @@ class Draws:
         self.generator = torch.Generator(device=device).manual_seed(options.seed)
 
 
-class Drawn:
+class DrawnTokens:
     """Holds a token for each row of a step. A GPU may still be drawing them.
 
     Attributes:
@@ -65,7 +65,7 @@ class Drawn:
         return {row: TokenLogprob(tokens[row], own[i], tuple(best[i][:top])) for i, (row, top) in rows}
 
 
-def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | None]) -> Drawn:
+def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | None]) -> DrawnTokens:
     """Draws a token from each row of logits [B, vocab], without waiting for a GPU.
 
     Args:
@@ -87,7 +87,7 @@ def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | No
         own = logprobs.gather(1, tokens[rows, None])[:, 0]
         values, indices = logprobs.topk(min(max(asked.values()), logprobs.shape[1]))
         best = indices, values
-    return Drawn(torch.where(logits.isfinite().all(-1), tokens, -1), asked, own, best)
+    return DrawnTokens(torch.where(logits.isfinite().all(-1), tokens, -1), asked, own, best)
 
 
 def _random(logits: Tensor, draws: Sequence[Draws]) -> Tensor:

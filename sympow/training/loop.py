@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sympow.models import LanguageModel
 from sympow.ops import OutOfRangeError
-from sympow.training.ranks import Rows
+from sympow.training.ranks import TokenRows
 
 _OVERFLOW = "without overflow"  # words of PyTorch's error, which has no class of its own
 
@@ -64,7 +64,7 @@ class Objective(Protocol):
         """Returns the context in which the passes of a step run, forward and backward."""
         ...
 
-    def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
+    def loss_sum(self, model: LanguageModel, rows: TokenRows, step: int) -> Tensor:
         """Returns the loss of a step, summed over all targets of `rows` that are not -100, as a scalar."""
         ...
 

@@ -27,7 +27,7 @@ GATHERED = 1 << 25  # weights in a group: every gather takes time of the host, e
 PREPARATION = timedelta(days=7)  # the longest time that rank 0 may take to prepare the data
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Describes a batch: int64 tokens and targets [B, T], -100 for no target, and cu_seqlens [N + 1] or None."""
 
     @property
@@ -47,7 +47,7 @@ class Rows(Protocol):
 
 
 class Part(NamedTuple):
-    """Holds a context rank's part of `Rows`, or `Rows` on another device."""
+    """Holds a context rank's part of `TokenRows`, or `TokenRows` on another device."""
 
     tokens: Tensor
     targets: Tensor
@@ -87,7 +87,7 @@ class Ranks:
         """Returns the context rank of this process, counted from 0."""
         return self.rank % self.context_size
 
-    def part(self, rows: Rows) -> Rows:
+    def part(self, rows: TokenRows) -> TokenRows:
         """Returns this context rank's part of rows [B, T]: tokens, and the targets that follow them in the whole row.
 
         Raises ValueError for packed documents and for rows that cannot be cut into equal parts.

@@ -15,18 +15,18 @@ from sympow.models import LanguageModel
 from sympow.ops.availability import check_float64
 from sympow.training.config import TrainingConfig
 from sympow.training.optimizer import set_learning_rate
-from sympow.training.ranks import ALONE, Part, Ranks, Rows
+from sympow.training.ranks import ALONE, Part, Ranks, TokenRows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-LossSum = Callable[[LanguageModel, Rows], Tensor]
+LossSum = Callable[[LanguageModel, TokenRows], Tensor]
 
 
 class RowSource(Protocol):
     """Gives an endless sequence of batches by index, such as `sympow.data.Batches`. An index always gives one batch."""
 
-    def __getitem__(self, index: int) -> Rows: ...
+    def __getitem__(self, index: int) -> TokenRows: ...
 
     def state(self) -> dict[str, Any]:
         """Returns JSON values that determine the batches, except for the index."""
@@ -40,7 +40,7 @@ class RowSource(Protocol):
 class Pass(NamedTuple):
     """Holds the checked rows of one forward and backward pass, and the number of their targets, see `make_pass`."""
 
-    rows: Rows
+    rows: TokenRows
     targets: int
 
 
@@ -97,7 +97,7 @@ def move(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
+def make_pass(rows: TokenRows, model: LanguageModel, device: torch.device) -> Pass:
     """Makes an argument of `train_step`. This is work of the host, which is done before the step needs the result.
 
     A model on a GPU does not check the tokens that it is trained on. Therefore tokens for a GPU are checked here, with
@@ -206,18 +206,22 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return copy, torch.cuda.current_stream(numbers.device).record_event()
 
 
-def _moved(rows: Rows, device: torch.device) -> Rows:
+def _moved(rows: TokenRows, device: torch.device) -> TokenRows:
     return _each(rows, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def _each(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+def _each(rows: TokenRows, change: Callable[[Tensor], Tensor]) -> TokenRows:
     """Returns the rows with every tensor changed."""
     cu_seqlens = None if rows.cu_seqlens is None else change(rows.cu_seqlens)
     return Part(change(rows.tokens), change(rows.targets), cu_seqlens)
 
 
 def _loss_sum(
-    model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device, loss_sum: LossSum | None = None
+    model: LanguageModel,
+    rows: TokenRows,
+    settings: TrainingConfig,
+    device: torch.device,
+    loss_sum: LossSum | None = None,
 ) -> Tensor:
     with autocast(settings.precision, device):
         if loss_sum is not None:

@@ -130,7 +130,7 @@ def test_the_choice_is_of_the_rows_of_learning(tmp_path):
         learned("power", 9.0, corpus="b"),
         learned("window", 9.0, optimizer="adamw"),
     ]
-    made += [learned("window", 1.4, tokens=SHORT)]  # fmt: skip
+    made += [learned("window", 1.4, tokens=SHORT)]
     write_results(tmp_path / "learning.csv", [row for row, _ in made])
     write_results(tmp_path / "learning_positions.csv", [far for _, far in made])
     write_rows(tmp_path / "decoding_h200.csv", [{"B": 1, "H": 12, "K": 64, "ms_per_token": 0.01, "peer_ms": 0.05}])

@@ -1,6 +1,6 @@
 """The page of converted models: every table from rows, and the committed page from the committed rows."""
 
-from benchmarks.pages.conversion_report import PAGE, SECTIONS, report, write_report
+from benchmarks.pages.conversion_report import PAGE, TABLES, report, write_report
 
 RUN = {"run": "student-A", "layers": "power,power,softmax", "processor": "a GPU", "torch": "2", "commit": "abc"}
 ROWS = [
@@ -33,7 +33,7 @@ ROWS = [
 
 
 def test_every_kind_of_row_has_a_table():
-    page = report([row if row["kind"] in ("depths", "needles") else RUN | row for row in ROWS])
+    page = report(PAGE.read_text(), [row if row["kind"] in ("depths", "needles") else RUN | row for row in ROWS])
     assert "Not run yet." not in page
     for line in (
         "| smol | 64 | 5.0e-05 | 3.0e-05 | 40.0 | 1.0e-05 | 2.0e-05 |",
@@ -58,7 +58,7 @@ def test_every_kind_of_row_has_a_table():
 
 
 def test_the_summary_says_what_a_student_recalls_and_forgets():
-    page = report([row if row["kind"] in ("depths", "needles") else RUN | row for row in ROWS])
+    page = report(PAGE.read_text(), [row if row["kind"] in ("depths", "needles") else RUN | row for row in ROWS])
     first = page.index("- **student** (2 power, 1 softmax).")
     summary = " ".join(page[first : page.index("Distances are counted")].split())
     for sentence in (
@@ -73,7 +73,7 @@ def test_the_summary_says_what_a_student_recalls_and_forgets():
 
 
 def test_a_page_without_rows_says_so():
-    assert report([]).count("Not run yet.") == len(SECTIONS)
+    assert report(PAGE.read_text(), []).count("Not run yet.") == len(TABLES)
 
 
 def test_the_committed_page_is_that_of_the_committed_rows(tmp_path):

@@ -192,17 +192,7 @@ def test_a_context_is_not_replaced_by_its_continuation(folder, fails, tmp_path, 
     assert (tmp_path / "m.ctx").read_bytes() == content
 
 
-def test_errors_are_one_line(folder, tmp_path, capsys):
-    def fails(*words) -> str:
-        capsys.readouterr()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        return err.removeprefix("sympow: error: ").rstrip()
-
+def test_errors_are_one_line(folder, tmp_path, fails):
     run, out = folder / "power", tmp_path / "m.ctx"
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")

@@ -32,15 +32,6 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-@pytest.fixture
-def fails(capsys):
-    def run(*words: str) -> str:
-        assert main(["train", *words]) == 2
-        return capsys.readouterr().err.removeprefix("sympow: error: ").rstrip("\n")
-
-    return run
-
-
 def weights(checkpoint):
     return {name: weight.numpy().tobytes() for name, weight in load_checkpoint(checkpoint).model.items()}
 
@@ -101,20 +92,22 @@ def test_the_tokenizer_is_that_of_the_run_to_begin_with(tmp_path):
 
 
 def test_errors_are_one_line(fails, tmp_path):
-    assert fails("--from", "nothing", *OTHER) == "no run and no checkpoint at nothing"
-    assert fails("--from", "power", *OTHER, "--out", "./power") == (
+    assert fails("train", "--from", "nothing", *OTHER) == "no run and no checkpoint at nothing"
+    assert fails("train", "--from", "power", *OTHER, "--out", "./power") == (
         "the run cannot be written into power, from which it begins: give another folder (--out)"
     )
-    line = fails("--from", "power", "data.tokenizer=bytes", "data.vocab_size=256", "model.d_model=32", "--out", "wide")
+    line = fails(
+        "train", "--from", "power", "data.tokenizer=bytes", "data.vocab_size=256", "model.d_model=32", "--out", "wide"
+    )
     assert "does not fit the model: " in line and "has shape" in line
-    assert fails("--from", "power", *OTHER, "model.n_layers=2", "--out", "deep").endswith(
+    assert fails("train", "--from", "power", *OTHER, "model.n_layers=2", "--out", "deep").endswith(
         "does not fit the model: it has no weight 'blocks.1.mixer_norm.weight'"
     )
-    assert fails("--from", "power", *OTHER, "data.vocab_size=300", "--out", "words") == (
+    assert fails("train", "--from", "power", *OTHER, "data.vocab_size=300", "--out", "words") == (
         "data.vocab_size = 300, but the tokenizer of power has 256 tokens"
     )
     BPETokenizer.train(["a b"], 256).save(tmp_path / "tokenizer.json")
-    assert fails("--from", "power", *OTHER, f"data.tokenizer={tmp_path}", "--out", "words") == (
+    assert fails("train", "--from", "power", *OTHER, f"data.tokenizer={tmp_path}", "--out", "words") == (
         f"the data are in tokens of {tmp_path}, not in those of power"
     )
 
@@ -125,5 +118,5 @@ def test_a_run_without_a_tokenizer_trains_none(fails, tmp_path):
     config = RunConfig("plain", model, data, TrainingConfig(steps=1, warmup_steps=0))
     write_run_folder(tmp_path / "plain", config, LanguageModel(config.model, seed=0), tokenizer=None)
     data = ["data.kind=text", "data.tokenizer=bpe"]
-    line = fails("--from", f"{tmp_path}/plain", *OTHER, *data, "--out", f"{tmp_path}/out")
+    line = fails("train", "--from", f"{tmp_path}/plain", *OTHER, *data, "--out", f"{tmp_path}/out")
     assert line.startswith(f"the text of the tokens of {tmp_path}/plain is not known")

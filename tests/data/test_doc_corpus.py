@@ -14,7 +14,7 @@ from sympow.data import build_doc_corpus, doc_corpus, load_tokenizer
 from sympow.data.corpus_folder import HELD_OUT, read_entries
 from sympow.data.tokens import BPETokenizer
 from tests.data.killed import killed_builds
-from tests.data.trees import write_deb
+from tests.data.trees import contents, write_deb
 
 ROW = 64
 OPTIONS = {"vocab_size": 300, "row_tokens": ROW}
@@ -62,10 +62,6 @@ def corpus(tmp_path_factory, source):
     out = tmp_path_factory.mktemp("corpus") / "docs"
     build_doc_corpus(out, source, **OPTIONS)
     return out
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def manifest(corpus: Path) -> dict[str, dict]:

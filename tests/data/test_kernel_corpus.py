@@ -3,7 +3,6 @@ import os
 import random
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from sympow.data.debian_package import fetch_package
 from sympow.data.kernel_corpus import plan_documents
 from sympow.locks import locked
 from tests.data.killed import killed_builds
-from tests.data.trees import source_tree, write_archive, write_folder, write_package
+from tests.data.trees import contents, source_tree, write_archive, write_folder, write_package
 
 FILES = source_tree()
 ROW = 64
@@ -32,10 +31,6 @@ def corpus(tmp_path_factory, archive):
     out = tmp_path_factory.mktemp("corpus") / "kernel"
     build_kernel_corpus(out, archive, **OPTIONS)
     return out
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def document_text(directory: str) -> str:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from sympow.data import build_corpus, load_tokenizer
 from sympow.data.corpus_folder import read_entries
 from sympow.data.tokens import ByteTokenizer
 from tests.data.killed import killed_builds
+from tests.data.trees import contents
 
 ROW = 64
 OPTIONS = {"vocab_size": 300, "row_tokens": ROW}
@@ -40,10 +40,6 @@ def corpus(tmp_path_factory, source):
     out = tmp_path_factory.mktemp("corpus") / "own"
     build_corpus(out, source, **OPTIONS)
     return out
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def test_every_document_is_in_rows_of_its_split(corpus):

@@ -68,3 +68,8 @@ def write_deb(path: Path, files: dict[str, bytes], control: str) -> Path:
             file.write(f"{member:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode())
             file.write(content + b"\n" * (len(content) % 2))
     return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below a folder."""
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

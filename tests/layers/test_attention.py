@@ -12,12 +12,9 @@ from sympow.layers.cache import KVCache, capacity
 from sympow.layers.flex_window import flex_attend_in_window
 from sympow.layers.softmax import attend_to_past
 from sympow.layers.window import attend_in_window
+from tests.draws import normal
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def dense(q, k, v, window=None):
@@ -39,7 +36,7 @@ def dense(q, k, v, window=None):
 )
 def test_blocks_are_dense_attention(new, past, size, block, heads):
     h, g = heads
-    q, k, v = random(1, h, new, 4), random(1, g, new + past, 4, seed=1), random(1, g, new + past, 6, seed=2)
+    q, k, v = normal(1, h, new, 4), normal(1, g, new + past, 4, seed=1), normal(1, g, new + past, 6, seed=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window, "LEAST_BLOCK", block)
         patch.setattr(window, "MOST_BLOCK", block)
@@ -58,7 +55,7 @@ def test_window_never_scores_the_whole_sequence(monkeypatch):
     real = window.attend
     monkeypatch.setattr(window, "attend", spy)
     time, size = 3000, 100
-    q, k, v = (random(1, 1, time, 2, seed=seed) for seed in range(3))
+    q, k, v = (normal(1, 1, time, 2, seed=seed) for seed in range(3))
     attend_in_window(q, k, v, size)
     assert max(scored) <= 256 * 128 and sum(scored) <= 3 * time * 128
 
@@ -76,7 +73,7 @@ def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads, key_di
     """
     (h, g), on_gpu = heads, torch.cuda.is_available()
     shapes = ((h, key_dim), (g, key_dim), (g, 16), (h, 16))
-    inputs = [random(1, n, time, width, seed=seed).bfloat16() for seed, (n, width) in enumerate(shapes)]
+    inputs = [normal(1, n, time, width, seed=seed).bfloat16() for seed, (n, width) in enumerate(shapes)]
     if not on_gpu:
         monkeypatch.setattr(flex_window, "compiled_flex_attention", lambda: flex_attention)
 
@@ -94,14 +91,14 @@ def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads, key_di
 
 def test_a_token_sees_a_window_of_tokens_itself_included():
     layer = WindowAttention(8, 2, window=5).double()
-    x = random(1, 30, 8).requires_grad_()
+    x = normal(1, 30, 8).requires_grad_()
     (gradient,) = torch.autograd.grad(layer(x)[0, 20].sum(), x)
     assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == list(range(16, 21))
 
 
 def test_only_differences_of_positions_count():
     layer = SoftmaxAttention(8, 2).double()
-    q, k, _ = layer.heads(random(1, 12, 8))
+    q, k, _ = layer.heads(normal(1, 12, 8))
     early, late = layer.rotate(q, k), layer.rotate(q, k, 2**26)  # float32 counts to 2**24
     scores = [torch.einsum("bthk,bshk->bhts", *pair) for pair in (early, late)]
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-7)
@@ -110,7 +107,7 @@ def test_only_differences_of_positions_count():
 def test_the_base_of_the_rotation():
     """A pair m turns by base**(-2m / K) at every token."""
     layer = SoftmaxAttention(8, 2, rope_base=1e6).double()
-    q, k, _ = layer.heads(random(1, 5, 8))
+    q, k, _ = layer.heads(normal(1, 5, 8))
     turned, _ = layer.rotate(q, k)
     angle = torch.arange(5.0, dtype=torch.float64)[:, None] * torch.tensor([1.0, 1e-3], dtype=torch.float64)
     pairs = torch.view_as_complex(q.unflatten(-1, (2, 2)).contiguous()) * torch.exp(1j * angle)[:, None]
@@ -136,7 +133,7 @@ def test_capacity_grows_by_an_eighth_and_does_not_depend_on_the_way(length, more
 
 @torch.no_grad()
 def test_cache_is_seldom_copied():
-    cache = KVCache(random(1, 1, 0, 2), random(1, 1, 0, 2))
+    cache = KVCache(normal(1, 1, 0, 2), normal(1, 1, 0, 2))
     places = set()
     for t in range(4000):
         cache = cache.extend(*torch.full((2, 1, 1, 1, 2), float(t), dtype=torch.float64))
@@ -147,7 +144,7 @@ def test_cache_is_seldom_copied():
 
 @given(limit=st.integers(1, 12), pieces=st.lists(st.integers(1, 15), min_size=1, max_size=6))
 def test_ring_keeps_the_last_tokens_in_order(limit, pieces):
-    cache = KVCache(random(1, 1, 0, 1), random(1, 1, 0, 1), limit=limit)
+    cache = KVCache(normal(1, 1, 0, 1), normal(1, 1, 0, 1), limit=limit)
     tokens = torch.arange(float(sum(pieces)), dtype=torch.float64).view(1, 1, -1, 1)
     with torch.no_grad():
         for piece in tokens.split(pieces, dim=2):
@@ -159,7 +156,7 @@ def test_ring_keeps_the_last_tokens_in_order(limit, pieces):
 @torch.no_grad()
 def test_cache_dtype_can_be_chosen():
     for layer in (SoftmaxAttention(8, 2), WindowAttention(8, 2, window=4)):
-        x = random(1, 9, 8).float()
+        x = normal(1, 9, 8).float()
         state = layer.init_state(1, dtype=torch.bfloat16)
         first, state = layer.step(x[:, :6], state)
         second, state = layer.step(x[:, 6:8], state)
@@ -172,7 +169,7 @@ def test_cache_dtype_can_be_chosen():
 def test_elu_features_are_the_formula(rotation):
     layer = LinearAttention(8, 2, feature_map="elu+1", rotation=rotation).double()
     layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
-    x = random(1, 10, 8)
+    x = normal(1, 10, 8)
     q, k, v = layer.heads(x)
     q, k = F.elu(q) + 1, F.elu(k) + 1
     weight = torch.einsum("bthk,bshk->bhts", q, k).tril()
@@ -186,7 +183,7 @@ def test_taylor_features_are_the_formula(rotation):
     """Weights 1 + s + s^2 / 2, in the state of p = 2 for keys with one more channel."""
     layer = LinearAttention(8, 2, feature_map="taylor", rotation=rotation).double()
     layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
-    x = random(1, 10, 8)
+    x = normal(1, 10, 8)
     q, k, v = layer.rotated_heads(x)
     s = torch.einsum("bthk,bshk->bhts", q, k) / 2
     weight = (1 + s + s**2 / 2).tril()
@@ -197,7 +194,7 @@ def test_taylor_features_are_the_formula(rotation):
 
 def test_elu_keeps_its_precision_late_in_a_row_of_documents():
     layer = LinearAttention(8, 2, feature_map="elu+1")
-    x = random(1, 20_000, 8).float()
+    x = normal(1, 20_000, 8).float()
     packed = layer(x, cu_seqlens=torch.tensor([0, 19_990, 20_000]))
     torch.testing.assert_close(packed[:, -10:], layer(x[:, -10:]), rtol=1e-5, atol=1e-7)
 

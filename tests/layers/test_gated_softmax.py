@@ -11,13 +11,10 @@ from sympow.layers import PowerAttention, SoftmaxAttention, WindowAttention
 from sympow.layers.gate_channels import gated_key_dim
 from sympow.layers.softmax import gated_attention
 from sympow.ops import power_attention
+from tests.draws import normal
 
 GPU = torch.cuda.is_available()
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def scores(q, k):
@@ -43,8 +40,8 @@ def dense(q, k, v, log_g, window=None):
 
 def inputs(time: int, heads: int, groups: int, key_dim: int, value_dim: int, bias: float) -> list[torch.Tensor]:
     shapes = ((heads, key_dim), (groups, key_dim), (groups, value_dim))
-    q, k, v = (random(1, time, *shape, seed=seed) for seed, shape in enumerate(shapes))
-    return [q, k, v, F.logsigmoid(bias + random(1, time, groups, seed=3))]
+    q, k, v = (normal(1, time, *shape, seed=seed) for seed, shape in enumerate(shapes))
+    return [q, k, v, F.logsigmoid(bias + normal(1, time, groups, seed=3))]
 
 
 @pytest.mark.parametrize("time", [1, 2, 13, 14, 15, 100])
@@ -52,7 +49,7 @@ def inputs(time: int, heads: int, groups: int, key_dim: int, value_dim: int, bia
 def test_is_the_formula_with_its_gradients(time, heads, groups, value_dim):
     given = [x.requires_grad_() for x in inputs(time, heads, groups, 6, value_dim, bias=1.0)]
     got, wanted = gated_attention(*given), dense(*given)
-    dout = random(*wanted.shape, seed=4)
+    dout = normal(*wanted.shape, seed=4)
     torch.testing.assert_close(got, wanted, **TIGHT)
     for a, b in zip(*(torch.autograd.grad(y, given, dout) for y in (got, wanted)), strict=True):
         torch.testing.assert_close(a, b, **TIGHT)
@@ -63,12 +60,12 @@ def test_a_window_is_the_formula_with_its_gradients(window):
     """The layer, with rows longer than a block of queries; its gradients are those of weights and input."""
     layer = WindowAttention(16, 4, window=window, gate=True, gate_bias=(0, 2), n_kv_heads=2).double()
     layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
-    x = random(2, 300, 16).requires_grad_()
+    x = normal(2, 300, 16).requires_grad_()
     given = [x, *layer.parameters()]
     heads = dense(*layer.rotated_heads(x), F.logsigmoid(layer.gate(x)), window)
     got, wanted = layer(x), layer.output(x, heads)
     torch.testing.assert_close(got, wanted, **TIGHT)
-    dout = random(*wanted.shape, seed=4)
+    dout = normal(*wanted.shape, seed=4)
     for a, b in zip(*(torch.autograd.grad(y, given, dout) for y in (got, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10 * float(b.abs().max()))
 
@@ -76,7 +73,7 @@ def test_a_window_is_the_formula_with_its_gradients(window):
 @torch.no_grad()
 def test_a_gated_window_steps_rows_of_different_lengths():
     layer = WindowAttention(16, 2, window=6, gate=True, gate_bias=(-1, 1)).double()
-    x = random(2, 30, 16)
+    x = normal(2, 30, 16)
     lengths, states = (3, 17), []
     for i, length in enumerate(lengths):
         states.append(layer.step(x[i : i + 1, :length], layer.init_state(1))[1].with_all_room())
@@ -94,8 +91,8 @@ def test_a_gated_window_steps_rows_of_different_lengths():
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_compiled_is_eager():
     """On a GPU the compiler splits long sums, and it leaves out conversions that the parts of a sum consist of."""
-    given = [random(64, 1024, *shape, seed=seed).to("cuda", torch.bfloat16) for seed, shape in enumerate([(6, 64)] * 3)]
-    log_g = F.logsigmoid(random(64, 1024, 6, seed=3) + 4).to("cuda", torch.float32)
+    given = [normal(64, 1024, *shape, seed=seed).to("cuda", torch.bfloat16) for seed, shape in enumerate([(6, 64)] * 3)]
+    log_g = F.logsigmoid(normal(64, 1024, 6, seed=3) + 4).to("cuda", torch.float32)
     given = [x.requires_grad_() for x in (*given, log_g)]
     torch.compiler.reset()
     outs = [form(*given) for form in (torch.compile(gated_attention), gated_attention)]
@@ -151,7 +148,7 @@ def test_gates_are_as_exact_as_float32(time, bias, dtype, backend):
     on = "cuda" if GPU else "cpu"
     *rest, log_g = inputs(time, 1, 1, 64, 64, bias)
     given = [x.to(on, dtype) for x in rest] + [log_g.to(on, torch.float32)]
-    dout = random(1, time, 1, 64, seed=4).to(on, dtype)
+    dout = normal(1, time, 1, 64, seed=4).to(on, dtype)
 
     def run(attend, *tensors):
         tensors = [x.detach().requires_grad_() for x in tensors]
@@ -175,7 +172,7 @@ def test_sums_keep_their_precision_in_the_cache(cache):
     """Late in a row, under autocast: there a sum rounded to bfloat16 is off by more than the scores are large."""
     layer = SoftmaxAttention(32, 2, gate=True, gate_bias=(-1, 1))
     layer.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
-    x = random(1, 600, 32).float()
+    x = normal(1, 600, 32).float()
     y, state, outs = layer(x), layer.init_state(1, dtype=cache), []
     with torch.autocast("cpu", torch.bfloat16):
         for piece in x.split([500, 1, 1, 40, 58], dim=1):
@@ -196,7 +193,7 @@ def test_gates_start_as_those_of_power_attention():
 def test_without_a_past_to_forget_gates_change_nothing():
     plain, gated = (SoftmaxAttention(8, 2, gate=gate).double() for gate in (False, True))
     assert gated.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["gate.weight", "gate.bias"]
-    x = random(1, 20, 8)
+    x = normal(1, 20, 8)
     assert (gated(x) - plain(x)).abs().max() > 1e-4
     torch.nn.init.constant_(gated.gate.bias, 60.0)
     torch.testing.assert_close(gated(x), plain(x), **TIGHT)

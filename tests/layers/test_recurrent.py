@@ -6,10 +6,7 @@ import torch
 from sympow.layers import MIXERS
 from sympow.layers.rwkv7 import delta_rule
 from sympow.layers.zoology.rwkv4 import decayed_mean
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.draws import normal
 
 
 def retnet(**options) -> torch.nn.Module:

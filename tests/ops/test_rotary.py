@@ -8,12 +8,9 @@ from torch.profiler import ProfilerActivity, profile
 from sympow.ops import rotary_frequencies, rotary_positions, rotate, rotate_heads
 from sympow.ops.feature_map import spow
 from sympow.ops.running_sums import SUM_BLOCK
+from tests.draws import normal
 
 F64 = torch.float64
-
-
-def normal(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
 def test_frequencies():

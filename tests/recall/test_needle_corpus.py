@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from sympow.evaluation import needles, passkey
 from sympow.evaluation.needles import Prose
 from sympow.recall import needle_corpus
 from sympow.recall.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row, words_of
+from tests.data.trees import contents
 
 WORDS = "the of a road hill ship stone mud light wind house grass night morning field path roof bread voice"
 DRAW = np.random.default_rng(0)
@@ -185,10 +185,6 @@ def sources(tmp_path_factory):
         (folder / "texts" / f"{i}.txt").write_text("".join(PROSE[100 * i : 100 * i + 100]))
     BPE.save(folder / "tokenizer.json")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from math import prod, sqrt
 
 import pytest
@@ -18,12 +17,12 @@ from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.zoology.filters import LongFilter
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import ExecutionConfig, TrainingConfig, latest, load_checkpoint, read_metrics, train
-from sympow.training.checkpoint import list_checkpoints
 from sympow.training.config import RunConfig
 from sympow.training.muon import COEFFICIENTS, MOMENTUM, STEPS, Muon, is_sharded, orthogonalized
 from sympow.training.optimizer import make_optimizer, muon_weights, set_learning_rate
 from tests.layers.contract import OPTIONS
 from tests.ranks import run_ranks
+from tests.tiny_runs import forget_last_checkpoint
 
 WIDE = {"d_model": 64, "n_layers": 2, "n_heads": 2}
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -352,14 +351,6 @@ def make_wide(make_config, make_batches):
         return config, make_batches(config)
 
     return make
-
-
-def forget_last_checkpoint(run, name: str):
-    copy = run.with_name(name)
-    shutil.copytree(run, copy)
-    last = list_checkpoints(copy)[-1]
-    shutil.rmtree(last) if last.is_dir() else last.unlink()
-    return copy
 
 
 def ends(run) -> tuple[dict, dict]:

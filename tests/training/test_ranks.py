@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import signal
 import socket
 import time
@@ -37,6 +36,7 @@ from sympow.training.run_folder import open_run_folder
 from sympow.training.step import held_out_loss
 from tests.ops.contract import FLOAT64_TOLERANCE
 from tests.ranks import PRELOAD, run_ranks
+from tests.tiny_runs import forget_last_checkpoint
 
 STEPS = 4
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -87,15 +87,6 @@ def losses(run) -> list[float]:
 
 def assert_same_numbers(run, expected) -> None:
     torch.testing.assert_close(numbers(run), numbers(expected), rtol=FLOAT64_TOLERANCE, atol=0)
-
-
-def forget_last_checkpoint(run, name: str):
-    """A copy of a run that stands at its checkpoint before the last."""
-    copy = run.with_name(name)
-    shutil.copytree(run, copy)
-    last = list_checkpoints(copy)[-1]
-    shutil.rmtree(last) if last.is_dir() else last.unlink()
-    return copy
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])

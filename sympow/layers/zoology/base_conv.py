@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
+from sympow.layers.state import Device, DType
 from sympow.layers.zoology.filters import make_filter
 from sympow.ops.cost import convolution_flops
 
@@ -52,34 +54,32 @@ class BaseConv(Mixer):
         self.bias = nn.Parameter(torch.empty(d_model))
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.filter.reset_parameters(generator)
         nn.init.zeros_(self.bias)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, own_weight(self.projection))
         return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return convolution_flops(time, self.filter.max_length, self.d_model)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> InputCache:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
         return self.filter.init_state(batch_size, device, dtype)
 
+    @override
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, own_weight(self.projection))
         y, state = self.filter.step(x, state)
         return self._gated(x, y), state
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.filter.state_size(context)
 
     def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:

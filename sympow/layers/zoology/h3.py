@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.short_convolution import DepthwiseConvolution
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.state_space import DiagonalSSM
 from sympow.ops.cost import convolution_flops
 
@@ -50,35 +51,33 @@ class H3(Mixer):
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.shift.reset_parameters(generator)
         draw_normal(self.shift.weight.data[:, -1], 1.0, generator)
         self.diagonal.reset_parameters(generator)
         draw_normal(self.skip, 1.0, generator)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, own_weight(self.out))
         return self.out(per_document(self._mixed, cu_seqlens, self.qkv(x)))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         states = self.d_model * self.head_dim
         shift = convolution_flops(time, self.shift.weight.shape[1], self.d_model)
         return shift + convolution_flops(time, time, states) + 6 * time * states
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> H3State:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> H3State:
         return H3State(
             self.shift.init_state(batch_size, device, dtype),
             self.diagonal.init_state(batch_size, self.head_dim**2, device, dtype),
         )
 
+    @override
     def step(self, x: Tensor, state: H3State) -> tuple[Tensor, H3State]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, own_weight(self.out))
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         k, shift = self.shift.step(k, state.shift)
@@ -86,8 +85,8 @@ class H3(Mixer):
         past, diagonal = self.diagonal.step(kv, state.diagonal)
         return self.out(self._read(q, kv, past)), H3State(shift, diagonal)
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.shift.state_size() + self.diagonal.state_size(self.head_dim**2)
 
     def fused(self) -> dict[str, list[int]]:

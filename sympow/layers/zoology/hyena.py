@@ -8,12 +8,13 @@ from math import log2
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, any_weight, own_weight, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.short_convolution import DepthwiseConvolution
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.filters import ImplicitFilter, last_outputs
 from sympow.ops.availability import concatenated
 from sympow.ops.cost import convolution_flops, softmax_flops
@@ -76,18 +77,18 @@ class Hyena(Mixer):
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.short.reset_parameters(generator)
         self.filter.reset_parameters(generator)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, own_weight(self.out))
         return self.out(per_document(self._mixed, cu_seqlens, self.projections(x)))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         short = convolution_flops(time, _SHORT, (self.recurrences + 2) * self.d_model)
         if self.heads == self.d_model:
             return short + convolution_flops(time, self.filter.max_length, self.recurrences * self.d_model)
@@ -97,23 +98,21 @@ class Hyena(Mixer):
         scores = sum(softmax_flops(time, width, width, heads=self.heads, backward=b) for b in (False, True))
         return short + min(states, scores)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> HyenaState:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> HyenaState:
         options = state_options(any_weight(self, self.out), device, dtype)
         long = InputCache.empty(batch_size, self.held, self.filter.max_length, options)
         return HyenaState(self.short.init_state(batch_size, device, dtype), long)
 
+    @override
     def step(self, x: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, own_weight(self.out))
         projected, short = self.short.step(self.projections(x), state.short)
         y, new = self._long(projected, state.long.ordered().to(projected.dtype))
         return self.out(y), HyenaState(short, state.long.extend(new))
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.held * capacity(context, self.filter.max_length) + self.short.state_size()
 
     def fused(self) -> dict[str, list[int]]:

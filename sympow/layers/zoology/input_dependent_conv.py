@@ -14,11 +14,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.repeats import checked_tokens, distance_to_previous
+from sympow.layers.state import Device, DType
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.cost import convolution_flops
 
@@ -43,9 +45,7 @@ class _InputDependentConv(Mixer):
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         nn.init.zeros_(self.bias)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> NoReturn:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> NoReturn:
         self._refuse()
 
     def step(self, x: Tensor, state: None) -> NoReturn:
@@ -138,8 +138,8 @@ class AutocorrelationConv(_InputDependentConv):
         self.key = nn.Linear(d_model, d_model, bias=False) if matching else None
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         super().reset_own_parameters(generator)
         if self.query is not None and self.key is not None:
             draw_normal(self.query.weight, self.d_model**-0.5, generator)

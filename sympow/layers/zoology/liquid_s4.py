@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.state_space import DiagonalSSM, kernel
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.cost import convolution_flops
@@ -47,29 +48,27 @@ class LiquidS4(Mixer):
         self.out = nn.Linear(d_model, 2 * d_model)
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.ssm.reset_parameters(generator)
         draw_normal(self.skip, 1.0, generator)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.skip)
         return self._output(x, per_document(self._convolved, cu_seqlens, x))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return 3 * convolution_flops(time, time, self.d_model)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> LiquidS4State:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> LiquidS4State:
         first, second = (self.ssm.init_state(batch_size, 1, device, dtype) for _ in range(2))
         return LiquidS4State(first, second)
 
+    @override
     def step(self, x: Tensor, state: LiquidS4State) -> tuple[Tensor, LiquidS4State]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, self.skip)
         a, b, c = (part[:, None] for part in self.ssm.coefficients())
         first, second = torch.view_as_complex(state.first), torch.view_as_complex(state.second)
@@ -81,12 +80,12 @@ class LiquidS4(Mixer):
         y = torch.stack(outs, dim=1).to(x.dtype)
         return self._output(x, y), LiquidS4State(torch.view_as_real(first), torch.view_as_real(second))
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 2 * self.ssm.state_size(1)
 
+    @override
     def fused(self) -> dict[str, list[int]]:
-        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
         return {"out": [self.d_model] * 2}
 
     def _convolved(self, x: Tensor) -> Tensor:

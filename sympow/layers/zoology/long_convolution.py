@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
+from sympow.layers.state import Device, DType
 from sympow.layers.zoology.filters import ExplicitFilter
 from sympow.ops.cost import convolution_flops
 
@@ -30,37 +32,35 @@ class LongConvolution(Mixer):
         self.out = nn.Linear(d_model, 2 * d_model)
         self.reset_parameters()
 
+    @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.filter.reset_parameters(generator)
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.filter.weight)
         return self._output(per_document(self.filter.convolve, cu_seqlens, x))
 
+    @override
     def training_flops(self, time: int) -> int:
-        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return convolution_flops(time, self.filter.max_length, self.d_model)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> InputCache:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
         return self.filter.init_state(batch_size, device, dtype)
 
+    @override
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, self.filter.weight)
         y, state = self.filter.step(x, state)
         return self._output(y), state
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.filter.state_size(context)
 
+    @override
     def fused(self) -> dict[str, list[int]]:
-        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
         return {"out": [self.d_model] * 2}
 
     def _output(self, y: Tensor) -> Tensor:

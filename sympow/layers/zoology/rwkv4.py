@@ -8,11 +8,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sympow.layers.base import Mixer, linear_float32, state_options
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.ops.availability import concatenated
 
 _FEW = 8  # sums that a scan takes all at once
@@ -76,15 +77,13 @@ class RWKV4(Mixer):
             self.decay.copy_(-5 + 8 * (channel / max(d - 1, 1)) ** (0.7 + 1.3 * depth))
             self.bonus.copy_(log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
 
+    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.mix)
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV4State:
-        """Returns the state before the first token; see `Mixer.init_state`."""
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> RWKV4State:
         shape = (batch_size, self.d_model)
         last = torch.zeros(shape, **state_options(self.mix, device, dtype))
         zeros = torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True))
@@ -97,13 +96,13 @@ class RWKV4(Mixer):
         """
         return 12 * time * self.d_model
 
+    @override
     def step(self, x: Tensor, state: RWKV4State) -> tuple[Tensor, RWKV4State]:
-        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, self.mix)
         return self._mixed(x, state)
 
+    @override
     def state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 4 * self.d_model
 
     def _start(self, x: Tensor) -> RWKV4State:

@@ -11,6 +11,7 @@ from typing import ClassVar, Unpack, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
@@ -19,7 +20,7 @@ from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
-from sympow.layers.state import MixerState
+from sympow.layers.state import Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
@@ -119,15 +120,13 @@ class SelectiveAttention(AttentionMixer):
         """Returns y, because `mix` has projected the outputs of the selected tokens alone."""
         return y
 
+    @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, *, tokens: Tensor | None = None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         inputs = [x, q, k, v, *self._ids(x, tokens)]
         return per_document(self._whole, cu_seqlens, *inputs)
 
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SelectionState:
+    def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> SelectionState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`.
 
         Raises NotImplementedError with `whole_row`.
@@ -135,10 +134,10 @@ class SelectiveAttention(AttentionMixer):
         self._check_causal()
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
+    @override
     def mix_step(
         self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, SelectionState]:
-        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.cache.length)
         selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))

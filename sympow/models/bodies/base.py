@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from sympow.layers import MixerState, make_mixer
 from sympow.layers.auxiliary import auxiliary_losses, collecting
 from sympow.layers.base import Mixer
 from sympow.layers.initial import init_linear
-from sympow.layers.state import After, Rows
+from sympow.layers.state import After, Device, DType, RowStates
 from sympow.models.config import ModelConfig
 
 
@@ -72,9 +73,7 @@ class Block(nn.Module, ABC):
             return checkpoint(self._whole, x, cu_seqlens, tokens, use_reentrant=False, **contexts)
         return self._whole(x, cu_seqlens, tokens)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         """Gives the state before the first token, as `Mixer.init_state` does."""
         return self.mixer.init_state(batch_size, device=device, dtype=dtype)
 
@@ -128,13 +127,13 @@ class PreNormBlock(Block):
             self.mlp_in = nn.Linear(config.d_model, hidden, bias=bias)
             self.mlp_out = nn.Linear(config.mlp_width, config.d_model, bias=bias)
 
+    @override
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
-        """Continues sequences by x [B, T', d]; see `Block.step`."""
         y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
         return self.with_mlp(x + y), state
 
+    @override
     def try_step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
-        """Continues sequences by tokens that can still be taken back; see `Block.try_step`."""
         y, after = self.mixer.try_step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
         return self.with_mlp(x + y), after
 
@@ -173,12 +172,12 @@ class PreNormBlock(Block):
 
 
 def step_mixer(mixer: Mixer, x: Tensor, state: Any, tokens: Tensor | None) -> tuple[Tensor, MixerState]:
-    """Calls `mixer.step`, on `Rows` row by row."""
-    if not isinstance(state, Rows):
+    """Calls `mixer.step`, on `RowStates` row by row."""
+    if not isinstance(state, RowStates):
         return mixer.step(x, state, **mixer.extras(tokens))
     rows = zip(x.split(1), state.rows, [None] * len(x) if tokens is None else tokens.split(1), strict=True)
     stepped = [mixer.step(row, held, **mixer.extras(ids)) for row, held, ids in rows]
-    return torch.cat([y for y, _ in stepped]), Rows([after for _, after in stepped])
+    return torch.cat([y for y, _ in stepped]), RowStates([after for _, after in stepped])
 
 
 def block_mixer(config: ModelConfig, layer: int) -> Mixer:

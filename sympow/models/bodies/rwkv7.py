@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sympow.layers import MixerState
 from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.rwkv7 import LowRank, low_rank
-from sympow.layers.state import After
+from sympow.layers.state import After, Device, DType
 from sympow.layers.zoology.rwkv4 import shifted
 from sympow.models.bodies.base import Block, block_mixer, reset_norm, step_mixer
 from sympow.models.config import ModelConfig
@@ -111,9 +112,7 @@ class RWKV7Block(Block):
         if self.has_mlp:
             draw_uniform(self.mlp_in.weight, -0.5 / d**0.5, 0.5 / d**0.5, generator)
 
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV7BlockState:
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> RWKV7BlockState:
         """Returns the state before the first token: that of the mixer, and zeros as the last inputs."""
         d, weight = self.mixer.d_model, next(self.mixer_norm.parameters())
         lasts = (
@@ -126,19 +125,19 @@ class RWKV7Block(Block):
         """Returns the number of elements of the state of one sequence, the last inputs included."""
         return self.mixer.state_size(context) + self.mixer.d_model * (self.shifts + self.has_mlp)
 
+    @override
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         super().split_context(group)
         self.context_group = group
 
+    @override
     def step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, RWKV7BlockState]:
-        """Continues sequences by x [B, T', d]; see `Block.step`."""
         x, mixer, y, z = self._continued(lambda y, held: step_mixer(self.mixer, y, held, tokens), x, state)
         last = x.shape[1] - 1
         return x, RWKV7BlockState(mixer, _input(y, state.mixer_last, last), _input(z, state.mlp_last, last))
 
+    @override
     def try_step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
-        """Continues sequences by tokens that can still be taken back; see `Block.try_step`."""
         extras = self.mixer.extras(tokens)
         x, mixer, y, z = self._continued(lambda y, held: self.mixer.try_step(y, held, **extras), x, state)
 

@@ -15,10 +15,7 @@ from sympow.ops.convolution import (
     convolve_by_transforms,
     fastest_form,
 )
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.draws import normal
 
 
 def summed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

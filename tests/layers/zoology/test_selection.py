@@ -11,10 +11,7 @@ from sympow.layers.repeats import distance_to_previous
 from sympow.layers.zoology import selection as module
 from sympow.layers.zoology.input_dependent_conv import cross_correlation
 from sympow.layers.zoology.selection import TopKState, running_top_k, scattered
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.draws import normal
 
 
 def selective(selection: str, **options) -> torch.nn.Module:

@@ -7,10 +7,7 @@ from torch.nn import functional as F
 
 from sympow.layers import MIXERS
 from sympow.layers.zoology.state_space import DiagonalSSM
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.draws import normal
 
 
 def ssm(channels: int, state_dim: int) -> DiagonalSSM:

@@ -9,15 +9,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.fused.gated_norm import gated_norm
+from tests.draws import normal
 from tests.ops.contract import DEVICE
 
 PARTS = [(True, True), (True, False), (False, True)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(2, 37, 3, 16), (1, 1, 1, 1), (1, 70, 5, 24), (3, 40, 6, 64)]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make(shape, norm, gate):

@@ -10,15 +10,12 @@ from torch.nn import functional as F
 
 from sympow.models import LanguageModel, ModelConfig
 from sympow.ops.fused import gelu_linear as kernels
+from tests.draws import normal
 from tests.ops.contract import DEVICE
 
 pytest.importorskip("triton", reason="needs triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [((2, 37), 24, 8), ((1, 1), 1, 1), ((3, 100), 300, 40), ((5,), 520, 3)]
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("out_bias", [True, False])

@@ -20,6 +20,7 @@ from tests.ops.contract import DEVICE, EPS32
 pytest.importorskip("triton", reason="needs triton")
 from sympow.ops.fused import rotation as kernel
 from sympow.ops.runtime.launcher import Launcher
+from tests.draws import normal
 
 GPU = DEVICE == "cuda"
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -54,10 +55,6 @@ SHAPES = {
 def turn(qkv, positions, frequencies, heads, kv_heads):
     """The kernel without a norm."""
     return kernel.fused_rotate_heads(qkv, positions, frequencies, heads, kv_heads, None, None, 0.0)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:

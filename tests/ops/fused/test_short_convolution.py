@@ -12,16 +12,13 @@ import torch
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.fused import short_convolution as module
 from sympow.ops.fused.short_convolution import document_starts, short_convolution, short_convolution_step
+from tests.draws import normal
 from tests.ops.contract import DEVICE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(2, 37, 5, 4), (1, 1, 3, 4), (1, 3, 130, 7), (2, 530, 4, 1), (1, 513, 129, 3)]
 KERNEL = [(shape, torch.float32) for shape in SHAPES] + [(SHAPES[0], dtype) for dtype in DTYPES[1:]]
 BORDERS = [0, 2, 2, 3, 20, 37]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def written_out(x, weight, bias):

@@ -9,6 +9,7 @@ import torch
 
 from sympow.ops import power_delta_rule
 from sympow.ops.fused.unit_heads import EPS, fused_unit_heads, unit, unit_heads
+from tests.draws import normal
 from tests.ops.contract import DEVICE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -19,10 +20,6 @@ SHAPES = {  # of q and k
     "wide": ((1, 70, 3, 200), (1, 70, 3, 200)),
     "no token": ((2, 0, 4, 8), (2, 0, 2, 8)),
 }
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def formula(x, dout):

@@ -48,7 +48,7 @@ RIGHT = {
     "a saved register": ("MOV R193, UR41", "R2UR UR41, R193"),
     "a carry": ("UMOV UR4, URZ", "UIADD3 UR6, UP0, UR4, 0x40, URZ", "UIADD3.X UR7, UR4, URZ, URZ, UP0, !UPT"),
     "the stack": ("LDC R1, c[0x0][0x28]", "IADD3 R1, R1, -0x8, RZ", "STL [R1+0x4], R6"),
-}  # fmt: skip
+}
 WRONG = {
     "an address": ("UMOV UR7, 0x80000020", "HGMMA.64x32x8.F32.TF32 R24, R40, gdesc[UR4], RZ, !UPT"),
     "a copied address": ("UMOV UR6, UR8", "UMOV UR7, 0x20", "HGMMA.64x32x8.F32.TF32 R24, R40, gdesc[UR4], RZ, !UPT"),
