@@ -75,7 +75,8 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
     page.write_text(filled(page.read_text(encoding="utf-8"), written), encoding="utf-8")
     files = []
     for corpus, tables in corpora.items():
-        for name, make in (("curves", curves), ("shares", shares_figure)):
+        figures = {"curves": curves} | ({"shares": shares_figure} if _behind(tables) else {})
+        for name, make in figures.items():
             folder = page.with_suffix("")
             folder.mkdir(parents=True, exist_ok=True)
             files.append(folder / f"{corpus}-{name}.png")
@@ -301,15 +302,20 @@ def curves(tables: Tables) -> Any:
 def _of_runs(tables: Tables) -> str:
     """Returns the tokens of training and the number of seeds of the models."""
     rows = at_best_rates(tables)["run"]
-    tokens = sorted({f"{row['tokens'] / 1e6:.0f}M" for row in rows if row["recipe"] == BASES[0]})
+    tokens = sorted({f"{row['tokens'] / 1e6:.0f}M" for row in rows})
     return f"{', '.join(tokens)} tokens of training, {len({row['seed'] for row in rows})} seeds"
+
+
+def _behind(tables: Tables) -> list[str]:
+    """Returns the recipes that have a gap to softmax attention without a gate."""
+    return [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
 
 
 def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
     figure, axes = panels(1, (8, 4.2), dpi=130)
     (axis,) = axes
-    recipes = [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
+    recipes = _behind(tables)
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
         found = [shares(tables, recipe)[part] for recipe in recipes]  # type: ignore[index]
         places = [place + (n - 1) * 0.26 for place in range(len(recipes))]
