@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sympow.layers.attention import BLOCK
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
 from sympow.training import load_model
 
@@ -25,6 +26,24 @@ MODELS = {
         "n_layers": 3,
         "mixers": (POWER, MixerConfig("window", {"window": 24}), MixerConfig("softmax")),
     },
+    "hybrid of windows, delta rule and gated softmax": {
+        "n_layers": 3,
+        "mixers": (
+            MixerConfig("hybrid_heads", {"window": 24}),
+            MixerConfig("softmax", dict(BLOCK) | {"gate": True, "rotation": "none"}),
+            MixerConfig("hybrid_heads", {"window": 24}),
+        ),
+    },
+    "softmax with all parts": {
+        "body": "llama",
+        "n_layers": 4,
+        "mixers": (
+            POWER,
+            MixerConfig("softmax", {"gate": True, "n_kv_heads": 2, "head_dim": 48, "qk_norm": True}),
+            MixerConfig("window", {"window": 20, "short_convolution": 3, "n_kv_heads": 2, "value_dim": 40}),
+            MixerConfig("linear"),
+        ),
+    },
     "linear": {"mixers": (MixerConfig("linear", {"feature_map": "elu+1"}),)},
     "retnet": {"mixers": (MixerConfig("retnet"),)},
     "rwkv4": {"mixers": (MixerConfig("rwkv4"),)},
@@ -34,7 +53,6 @@ MODELS = {
         "mixers": (MixerConfig("short_convolution", {"mixer": "power", "options": {"p": 4, "head_dim": 8}}),),
     },
     "body of RWKV-7": {"body": "rwkv7"},
-    "two kinds of states": {"mixers": (POWER, MixerConfig("linear"))},
     "no state": {"mixers": (MixerConfig("softmax"),)},
 }
 
@@ -119,9 +137,12 @@ def test_other_models(tmp_path, name):
 
 
 @needs_vllm
-def test_hybrids(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["hybrid", "hybrid of windows, delta rule and gated softmax", "softmax with all parts"]
+)
+def test_hybrids(tmp_path, name):
     """vLLM makes their pages so large that only long beginnings are kept."""
-    counts = check(tmp_path, "hybrid", [1, 3, 32], step=150, num_gpu_blocks_override=24)
+    counts = check(tmp_path, name, [1, 3, 32], step=150, num_gpu_blocks_override=24)
     assert counts["preemptions"] > 0 and counts["hits"] > 0
 
 
@@ -160,8 +181,7 @@ def test_lora_is_refused(tmp_path):
     ("name", "line"),
     [
         ("body of RWKV-7", "vLLM serves the bodies gpt2 and llama; got 'rwkv7'"),
-        ("two kinds of states", "vLLM serves models whose layers keep one kind of state; this one has 2 kinds"),
-        ("no state", "vLLM serves models whose layers keep one kind of state; this one has 0 kinds"),
+        ("no state", "vLLM serves models of which a layer keeps a state; this one has none"),
     ],
 )
 def test_what_is_refused(tmp_path, name, line):
