@@ -187,3 +187,11 @@ def test_lora_is_refused(tmp_path):
 def test_what_is_refused(tmp_path, name, line):
     done = run(tmp_path, make(name), [])
     assert done.returncode != 0 and line in done.stderr
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid of windows, delta rule and gated softmax"])
+def test_compiled_models(tmp_path, name):
+    """On a CPU torch.compile makes one graph, in which a layer's states are one operator."""
+    counts = check(tmp_path, name, [1, 3, 8], step=150, enforce_eager=False)
+    assert counts["hits"] > 0 and (counts["graphs"], counts["breaks"]) == (1, 0)

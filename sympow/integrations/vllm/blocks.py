@@ -12,7 +12,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from sympow.integrations.vllm.attention import head_size, input_state, keeps_cache, keeps_input
+from sympow.integrations.vllm.attention import head_size
+from sympow.integrations.vllm.inputs import input_state, keeps_cache, keeps_input
 from sympow.integrations.vllm.pages import keeps_state, page_of
 from sympow.integrations.vllm.ranks import rank_config
 from sympow.layers import trust_code

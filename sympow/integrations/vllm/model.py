@@ -21,8 +21,9 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.platforms import current_platform
 
 from sympow.integrations.transformers.modeling import native_name
-from sympow.integrations.vllm.attention import CachedAttention, keeps_cache
+from sympow.integrations.vllm.attention import CachedAttention
 from sympow.integrations.vllm.blocks import page_size, rank_blocks, trusted_config
+from sympow.integrations.vllm.inputs import keeps_cache
 from sympow.integrations.vllm.ranks import rank_part
 from sympow.integrations.vllm.states import PagedMixer
 from sympow.models.bodies import BODIES
