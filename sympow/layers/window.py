@@ -71,13 +71,13 @@ class WindowAttention(WindowMixer):
         """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if isinstance(state.length, Tensor):
-            length, outs = state.length, []
-            for own_q, own_k, own_v in zip(*(part.split(1, dim=2) for part in (q, k, v)), strict=True):
-                held_k, held_v, seen = state.of_one_more(own_k, own_v, length)
-                outs.append(attend(own_q.to(held_k.dtype), held_k, held_v, mask=seen))
-                length = length + 1
-            y, state = concatenated(outs, dim=2), replace(state, length=length)
+        if isinstance(state.length, Tensor) and x.shape[1] == 1:
+            held_k, held_v, seen = state.of_one_more(k, v, state.length)
+            y = attend(q.to(held_k.dtype), held_k, held_v, mask=seen)
+            state = replace(state, length=state.length + 1)
+        elif isinstance(state.length, Tensor):
+            y = self._behind_rows(state, state.length, q, k, v)
+            state = state.of_more(k, v, state.length)
         elif x.shape[1] == 1:
             state = state.extend(k, v)
             y = attend(q.to(state.k.dtype), *state.filled())
@@ -107,6 +107,22 @@ class WindowAttention(WindowMixer):
         k_seen = concatenated([past_k, k.to(past_k.dtype)], dim=2)
         v_seen = concatenated([past_v, v.to(past_v.dtype)], dim=2)
         return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
+
+    def _behind_rows(self, past: WindowCache, length: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns what `_behind` does, for rows that have read different numbers of tokens, `length` [B]."""
+        past_k, past_v, held = past.ordered_rows(length)
+        k, v, q = k.to(past_k.dtype), v.to(past_v.dtype), q.to(past_k.dtype)
+        first = min(q.shape[2], self.window - 1)  # tokens that may see the past
+        place = torch.arange(first, device=q.device)[:, None]
+        age = place + past_k.shape[2] - torch.arange(past_k.shape[2], device=q.device)
+        seen_past = held[:, None] & (age < self.window)
+        seen = torch.cat([seen_past, (place >= place.T).expand(len(q), -1, -1)], dim=2)[:, None]
+        keys = concatenated([past_k, k[:, :, :first]], dim=2)
+        values = concatenated([past_v, v[:, :, :first]], dim=2)
+        outs = [attend(q[:, :, :first], keys, values, mask=seen)] if first else []
+        if first < q.shape[2]:
+            outs.append(attend_in_window(q[:, :, first:], k, v, self.window))
+        return concatenated(outs, dim=2)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
