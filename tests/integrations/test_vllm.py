@@ -1,5 +1,6 @@
 """Models served by vLLM give the greedy tokens of `generate`. docs/guides/vllm.md has commands that run these tests."""
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -15,6 +16,7 @@ from sympow.training import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 24
+TIE = 2e-5  # of logits of about 3, in float32: ten times what the order of sums was seen to change
 VOCAB = 256
 POWER = MixerConfig("power")
 MODELS = {
@@ -111,10 +113,23 @@ def check(folder, name, sizes, step=40, **engine):
 def check_answer(folder, model, rounds, done):
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads((folder / "answer.json").read_text())
-    for prompts, tokens in zip(rounds, answer["tokens"], strict=True):
-        expected = [generate(model, torch.tensor([prompt]), NEW_TOKENS, temperature=0).tokens[0] for prompt in prompts]
-        assert tokens == [row.tolist() for row in expected], f"{len(prompts)} prompts"
+    for prompts, answers in zip(rounds, answer["tokens"], strict=True):
+        for row, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+            expected = generate(model, torch.tensor([prompt]), NEW_TOKENS, temperature=0).tokens[0].tolist()
+            assert tokens == expected or ends_at_a_tie(model, prompt, expected, tokens), f"{len(prompts)}, {row}"
     return answer
+
+
+def ends_at_a_tie(model, prompt, expected, tokens):
+    """Whether the first token that differs has the logit of the expected one, as far as float32 tells them apart.
+
+    Batches of other sizes add up in another order, and logits of 3 then differ by a few 1e-6. In 32 prompts there can
+    be a pair of logits as near as that: one is 3.3e-6 apart.
+    """
+    first = next(n for n, pair in enumerate(zip(expected, tokens, strict=True)) if pair[0] != pair[1])
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double()(torch.tensor([prompt + expected[:first]]))[0, -1]
+    return abs(logits[expected[first]] - logits[tokens[first]]) < TIE
 
 
 @needs_vllm

@@ -73,7 +73,7 @@ def page_size(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -
         elif keeps_input(mixer):
             sizes.append(page_of(input_state(mixer, **options)).size)
     if max(sizes) == 0:
-        raise ValueError("vLLM serves models of which a layer keeps a state; this one has none: `sympow serve` serves it")
+        raise ValueError("vLLM serves models of which a layer keeps a state; this one has none")
     return max(sizes)
 
 
