@@ -180,9 +180,15 @@ def test_public_checkpoints_with_power_attention(tmp_path, kind, ranks):
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["llama", "hybrid"])
+@pytest.mark.parametrize("name", ["llama", "hybrid", "softmax with all parts"])
 def test_two_ranks(tmp_path, name):
     check(tmp_path, name, [1, 8], tensor_parallel_size=2)
+
+
+@needs_vllm
+def test_sums_in_8_bits_are_refused(tmp_path):
+    done = run(tmp_path, make("softmax with all parts"), [], kv_cache_dtype="fp8")
+    assert done.returncode != 0 and "the keys of gated softmax attention hold sums, which 8 bits round" in done.stderr
 
 
 @needs_vllm

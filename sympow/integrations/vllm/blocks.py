@@ -11,9 +11,10 @@ from vllm.config import ModelConfig as EngineModel
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from sympow.integrations.vllm.attention import head_size
-from sympow.integrations.vllm.inputs import input_state, keeps_cache, keeps_input
+from sympow.integrations.vllm.inputs import gate_of, input_state, keeps_cache, keeps_input
 from sympow.integrations.vllm.pages import keeps_state, page_of
 from sympow.integrations.vllm.ranks import rank_config
 from sympow.layers import trust_code
@@ -65,7 +66,7 @@ def page_size(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -
 
     Raises ValueError if no layer has a state.
     """
-    sizes, options = [0], {"device": device, "dtype": dtype}
+    sizes, options = [0], cast(dict[str, Any], {"device": device, "dtype": dtype})
     for block in blocks:
         mixer: Any = block.mixer
         if not keeps_cache(mixer):
@@ -95,6 +96,11 @@ class SympowModelConfig(VerifyAndUpdateConfig):
             raise ValueError(f"models of sympow are served in float32 or bfloat16; got {model.quantization=}")
         blocks = rank_blocks(trusted_config(model), vllm_config.parallel_config.tensor_parallel_size)
         page_size(blocks, current_platform.device_type, model.dtype)
+        kept, mixers = vllm_config.cache_config.cache_dtype, [cast(Any, block.mixer) for block in blocks]
+        if is_quantized_kv_cache(kept) and any(keeps_cache(mixer) and gate_of(mixer) is not None for mixer in mixers):
+            raise ValueError(
+                f"the keys of gated softmax attention hold sums, which 8 bits round; got cache_dtype={kept!r}"
+            )
 
     @staticmethod
     def verify_and_update_model_config(model_config: EngineModel) -> None:
