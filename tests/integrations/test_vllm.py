@@ -47,6 +47,7 @@ MODELS = {
         ),
     },
     "linear": {"mixers": (MixerConfig("linear", {"feature_map": "elu+1"}),)},
+    "delta rule": {"n_kv_heads": 2, "mixers": (MixerConfig("power_delta"),)},
     "retnet": {"mixers": (MixerConfig("retnet"),)},
     "rwkv4": {"mixers": (MixerConfig("rwkv4"),)},
     "rwkv7": {"body": "llama", "mixers": (MixerConfig("rwkv7"),)},
@@ -145,7 +146,9 @@ def test_pages_without_a_prefix_cache(tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["gpt2", "linear", "retnet", "rwkv4", "rwkv7", "p = 4 behind a convolution"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "linear", "delta rule", "retnet", "rwkv4", "rwkv7", "p = 4 behind a convolution"]
+)
 def test_other_models(tmp_path, name):
     counts = check(tmp_path, name, [1, 3, 32])
     assert counts["hits"] > 0
