@@ -56,6 +56,7 @@ MODELS = {
         "mixers": (MixerConfig("short_convolution", {"mixer": "power", "options": {"p": 4, "head_dim": 8}}),),
     },
     "body of RWKV-7": {"body": "rwkv7"},
+    "a state that grows": {"mixers": (MixerConfig("short_convolution", {"mixer": "softmax"}),)},
     "no state": {"mixers": (MixerConfig("softmax"),)},
 }
 
@@ -205,6 +206,7 @@ def test_lora_is_refused(tmp_path):
     ("name", "line"),
     [
         ("body of RWKV-7", "vLLM serves the bodies gpt2 and llama; got 'rwkv7'"),
+        ("a state that grows", "softmax attention and windows; got 'short_convolution' in layer 0"),
         ("no state", "vLLM serves models of which a layer keeps a state; this one has none"),
     ],
 )
