@@ -43,7 +43,6 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
