@@ -68,6 +68,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     not valid, after one line on stderr.
     """
     top = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and the process ends with the answer
+        import argcomplete
+
+        argcomplete.autocomplete(top)
     options, more = top.parse_known_args(arguments)
     if more and ("rest" not in options or any(word.startswith("-") for word in more)):
         options.refuse(f"unrecognized arguments: {' '.join(more)}")

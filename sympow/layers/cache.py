@@ -95,6 +95,27 @@ class WindowCache(KVCache):
         seen = torch.arange(room, device=length.device) <= length[:, None, None, None]
         return self.k, self.v, seen
 
+    def of_more(self, k: Tensor, v: Tensor, length: Tensor) -> WindowCache:
+        """Writes k [B, G, T', K] and v [B, G, T', V] after `length` tokens, int64 [B], in place."""
+        room, new = self.k.shape[2], k.shape[2]
+        kept = min(new, room)
+        place = (length[:, None] + torch.arange(new - kept, new, device=length.device)) % room
+        for held, given in ((self.k, k), (self.v, v)):
+            given = given[:, :, new - kept :]
+            held.scatter_(2, place[:, None, :, None].expand(given.shape), given.to(held.dtype))
+        return replace(self, length=length + new)
+
+    def ordered_rows(self, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns k and v of the last tokens, oldest first, where rows have read `length` tokens, int64 [B].
+
+        The third result, bool [B, room], tells which of them are tokens: rows that have read fewer begin with others.
+        """
+        room = self.k.shape[2]
+        position = length[:, None] + torch.arange(-room, 0, device=length.device)
+        place = (position % room)[:, None, :, None]
+        k, v = (held.gather(2, place.expand(*held.shape[:2], -1, held.shape[3])) for held in (self.k, self.v))
+        return k, v, position >= 0
+
 
 @dataclass
 class InputCache(MixerState):

@@ -17,7 +17,7 @@ from sympow.ops.running_sums import sums_so_far
 
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.
-_ONE = 32.0
+_ONE = 32
 _HARDEST = -256.0  # a log gate: what comes before it has no weight, unless scores differ by more than 150
 _PARTS = 3  # of a sum: as many bits as float32 has, in numbers of 8 bits (bfloat16)
 _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores

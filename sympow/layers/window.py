@@ -115,13 +115,14 @@ class WindowAttention(GatedScores):
     def _continued(self, cache: WindowCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, WindowCache]:
         """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V] behind a cache, and the cache after."""
         scale = self.head_dim**-0.5
-        if isinstance(cache.length, Tensor):
-            length, outs = cache.length, []
-            for own_q, own_k, own_v in zip(*(part.split(1, dim=2) for part in (q, k, v)), strict=True):
-                held_k, held_v, seen = cache.of_one_more(own_k, own_v, length)
-                outs.append(attend(own_q.to(held_k.dtype), held_k, held_v, mask=seen, scale=scale))
-                length = length + 1
-            return concatenated(outs, dim=2), replace(cache, length=length)
+        length = cache.length
+        if isinstance(length, Tensor) and q.shape[2] == 1:
+            held_k, held_v, seen = cache.of_one_more(k, v, length)
+            y = attend(q.to(held_k.dtype), held_k, held_v, mask=seen, scale=scale)
+            return y, replace(cache, length=length + 1)
+        if isinstance(length, Tensor):
+            y = self._behind_rows(cache, length, q, k, v)
+            return y, cache.of_more(k, v, length)
         if q.shape[2] == 1:
             cache = cache.extend(k, v)
             return attend(q.to(cache.k.dtype), *cache.filled(), scale=scale), cache
@@ -135,6 +136,23 @@ class WindowAttention(GatedScores):
         k_seen = concatenated([past_k, k.to(past_k.dtype)], dim=2)
         v_seen = concatenated([past_v, v.to(past_v.dtype)], dim=2)
         return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window, self.head_dim**-0.5)
+
+    def _behind_rows(self, past: WindowCache, length: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns what `_behind` does, for rows that have read different numbers of tokens, `length` [B]."""
+        scale = self.head_dim**-0.5
+        past_k, past_v, held = past.ordered_rows(length)
+        k, v, q = k.to(past_k.dtype), v.to(past_v.dtype), q.to(past_k.dtype)
+        first = min(q.shape[2], self.window - 1)  # tokens that may see the past
+        place = torch.arange(first, device=q.device)[:, None]
+        age = place + past_k.shape[2] - torch.arange(past_k.shape[2], device=q.device)
+        seen_past = held[:, None] & (age < self.window)
+        seen = torch.cat([seen_past, (place >= place.T).expand(len(q), -1, -1)], dim=2)[:, None]
+        keys = concatenated([past_k, k[:, :, :first]], dim=2)
+        values = concatenated([past_v, v[:, :, :first]], dim=2)
+        outs = [attend(q[:, :, :first], keys, values, mask=seen, scale=scale)] if first else []
+        if first < q.shape[2]:
+            outs.append(attend_in_window(q[:, :, first:], k, v, self.window, scale))
+        return concatenated(outs, dim=2)
 
     def _windowed(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] and log_g [B, T, G], if there is a gate, to [B, T, H, V]."""

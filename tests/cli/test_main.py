@@ -563,6 +563,16 @@ def test_the_version(capsys):
     assert (end.value.code, capsys.readouterr().out) == (0, f"sympow {__version__}\n")
 
 
+def test_a_shell_completes_commands_and_options(tmp_path):
+    pytest.importorskip("argcomplete")
+    for line, expected in (("sympow gen", {"generate "}), ("sympow generate --promp", {"--prompt", "--prompt-file"})):
+        answer = tmp_path / "answer"
+        asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+        asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+        subprocess.run([sys.executable, "-m", "sympow"], env=os.environ | asked, check=True)
+        assert set(answer.read_text().split("\n")) == expected
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -618,6 +618,10 @@ def test_a_cache_of_another_batch_and_taking_tokens_back_are_refused(tokens):
         cache.crop(-1)
     with pytest.raises(ValueError, match="a cache of their own; got cache_implementation='static'"):
         model.generate(tokens, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(TypeError, match="past_key_values must be a SympowCache, which generate makes; got StaticCache"):
+        model(tokens, past_key_values=transformers.StaticCache(config=model.config, max_cache_len=20))
+    with pytest.raises(NotImplementedError, match="keeps keys and values, and no states: use sympow serve, or vLLM"):
+        model.generate_batch(tokens.tolist(), max_new_tokens=2)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(tokens[:1], max_new_tokens=2, assistant_model=hybrid())
 

@@ -1,5 +1,6 @@
 """Models served by vLLM give the greedy tokens of `generate`. docs/guides/vllm.md has commands that run these tests."""
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from sympow.layers.attention import BLOCK
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
 from sympow.training import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 24
+TIE = 2e-5  # of logits of about 3, in float32: ten times what the order of sums was seen to change
 VOCAB = 256
 POWER = MixerConfig("power")
 MODELS = {
@@ -25,7 +28,28 @@ MODELS = {
         "n_layers": 3,
         "mixers": (POWER, MixerConfig("window", {"window": 24}), MixerConfig("softmax")),
     },
+    "hybrid of windows, delta rule and gated softmax": {
+        "n_layers": 3,
+        "mixers": (
+            MixerConfig("hybrid_heads", {"window": 24}),
+            MixerConfig("softmax", dict(BLOCK) | {"gate": True, "rotation": "none"}),
+            MixerConfig("hybrid_heads", {"window": 24}),
+        ),
+    },
+    "softmax with all parts": {
+        "body": "llama",
+        "n_layers": 4,
+        "mixers": (
+            POWER,
+            MixerConfig("softmax", {"gate": True, "n_kv_heads": 2, "head_dim": 48, "qk_norm": True}),
+            MixerConfig(
+                "window", {"window": 20, "gate": True, "short_convolution": 3, "n_kv_heads": 2, "value_dim": 40}
+            ),
+            MixerConfig("linear"),
+        ),
+    },
     "linear": {"mixers": (MixerConfig("linear", {"feature_map": "elu+1"}),)},
+    "delta rule": {"n_kv_heads": 2, "mixers": (MixerConfig("power_delta"),)},
     "retnet": {"mixers": (MixerConfig("retnet"),)},
     "rwkv4": {"mixers": (MixerConfig("rwkv4"),)},
     "rwkv7": {"body": "llama", "mixers": (MixerConfig("rwkv7"),)},
@@ -34,7 +58,7 @@ MODELS = {
         "mixers": (MixerConfig("short_convolution", {"mixer": "power", "options": {"p": 4, "head_dim": 8}}),),
     },
     "body of RWKV-7": {"body": "rwkv7"},
-    "two kinds of states": {"mixers": (POWER, MixerConfig("linear"))},
+    "a state that grows": {"mixers": (MixerConfig("short_convolution", {"mixer": "softmax"}),)},
     "no state": {"mixers": (MixerConfig("softmax"),)},
 }
 
@@ -93,10 +117,23 @@ def check(folder, name, sizes, step=40, **engine):
 def check_answer(folder, model, rounds, done):
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads((folder / "answer.json").read_text())
-    for prompts, tokens in zip(rounds, answer["tokens"], strict=True):
-        expected = [generate(model, torch.tensor([prompt]), NEW_TOKENS, temperature=0).tokens[0] for prompt in prompts]
-        assert tokens == [row.tolist() for row in expected], f"{len(prompts)} prompts"
+    for prompts, answers in zip(rounds, answer["tokens"], strict=True):
+        for row, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+            expected = generate(model, torch.tensor([prompt]), NEW_TOKENS, temperature=0).tokens[0].tolist()
+            assert tokens == expected or ends_at_a_tie(model, prompt, expected, tokens), f"{len(prompts)}, {row}"
     return answer
+
+
+def ends_at_a_tie(model, prompt, expected, tokens):
+    """Whether the first token that differs has the logit of the expected one, as far as float32 tells them apart.
+
+    Batches of other sizes add up in another order, and logits of 3 then differ by a few 1e-6. In 32 prompts there can
+    be a pair of logits as near as that: one is 3.3e-6 apart.
+    """
+    first = next(n for n, pair in enumerate(zip(expected, tokens, strict=True)) if pair[0] != pair[1])
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double()(torch.tensor([prompt + expected[:first]]))[0, -1]
+    return abs(logits[expected[first]] - logits[tokens[first]]) < TIE
 
 
 @needs_vllm
@@ -112,16 +149,21 @@ def test_pages_without_a_prefix_cache(tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["gpt2", "linear", "retnet", "rwkv4", "rwkv7", "p = 4 behind a convolution"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "linear", "delta rule", "retnet", "rwkv4", "rwkv7", "p = 4 behind a convolution"]
+)
 def test_other_models(tmp_path, name):
     counts = check(tmp_path, name, [1, 3, 32])
     assert counts["hits"] > 0
 
 
 @needs_vllm
-def test_hybrids(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["hybrid", "hybrid of windows, delta rule and gated softmax", "softmax with all parts"]
+)
+def test_hybrids(tmp_path, name):
     """vLLM makes their pages so large that only long beginnings are kept."""
-    counts = check(tmp_path, "hybrid", [1, 3, 32], step=150, num_gpu_blocks_override=24)
+    counts = check(tmp_path, name, [1, 3, 32], step=150, num_gpu_blocks_override=24)
     assert counts["preemptions"] > 0 and counts["hits"] > 0
 
 
@@ -144,9 +186,15 @@ def test_public_checkpoints_with_power_attention(tmp_path, kind, ranks):
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["llama", "hybrid"])
+@pytest.mark.parametrize("name", ["llama", "hybrid", "softmax with all parts"])
 def test_two_ranks(tmp_path, name):
     check(tmp_path, name, [1, 8], tensor_parallel_size=2)
+
+
+@needs_vllm
+def test_sums_in_8_bits_are_refused(tmp_path):
+    done = run(tmp_path, make("softmax with all parts"), [], kv_cache_dtype="fp8")
+    assert done.returncode != 0 and "the keys of gated softmax attention hold sums, which 8 bits round" in done.stderr
 
 
 @needs_vllm
@@ -160,10 +208,18 @@ def test_lora_is_refused(tmp_path):
     ("name", "line"),
     [
         ("body of RWKV-7", "vLLM serves the bodies gpt2 and llama; got 'rwkv7'"),
-        ("two kinds of states", "vLLM serves models whose layers keep one kind of state; this one has 2 kinds"),
-        ("no state", "vLLM serves models whose layers keep one kind of state; this one has 0 kinds"),
+        ("a state that grows", "softmax attention and windows; got 'short_convolution' in layer 0"),
+        ("no state", "vLLM serves models of which a layer keeps a state; this one has none"),
     ],
 )
 def test_what_is_refused(tmp_path, name, line):
     done = run(tmp_path, make(name), [])
     assert done.returncode != 0 and line in done.stderr
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid of windows, delta rule and gated softmax"])
+def test_compiled_models(tmp_path, name):
+    """On a CPU torch.compile makes one graph, in which a layer's states are one operator."""
+    counts = check(tmp_path, name, [1, 3, 8], step=150, enforce_eager=False)
+    assert counts["hits"] > 0 and (counts["graphs"], counts["breaks"]) == (1, 0)

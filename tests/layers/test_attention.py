@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from sympow.layers import LinearAttention, SoftmaxAttention, WindowAttention, flex_window, softmax, window
-from sympow.layers.cache import KVCache, capacity
+from sympow.layers.cache import KVCache, WindowCache, capacity
 from sympow.layers.flex_window import flex_attend_in_window
 from sympow.layers.softmax import attend_to_past
 from sympow.layers.window import attend_in_window
@@ -94,6 +94,30 @@ def test_a_token_sees_a_window_of_tokens_itself_included():
     x = normal(1, 30, 8).requires_grad_()
     (gradient,) = torch.autograd.grad(layer(x)[0, 20].sum(), x)
     assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == list(range(16, 21))
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("chunks", [(1, 5, 3), (20, 1, 2), (2, 13)])
+def test_rows_of_different_lengths_read_chunks(monkeypatch, size, chunks):
+    """A chunk is few calls of attention, however long it is. The rows have read 0, 2 and 9 tokens before."""
+    layer, calls = WindowAttention(16, 2, window=size, n_kv_heads=1, value_dim=5).double(), []
+    monkeypatch.setattr(window, "attend", lambda *given, **more: calls.append(0) or softmax.attend(*given, **more))
+    begun, total = (0, 2, 9), sum(chunks)
+    rows = [normal(1, before + total, 16, seed=before) for before in begun]
+    with torch.no_grad():
+        empty = layer.init_state(1)
+        states = [layer.step(x[:, :n], empty)[1] if n else empty for x, n in zip(rows, begun, strict=True)]
+        k, v = (torch.cat([getattr(s.with_all_room(), name) for s in states]) for name in ("k", "v"))
+        state, outs = WindowCache(k, v, length=torch.tensor(begun), limit=size), []
+        x = torch.cat([x[:, n:] for x, n in zip(rows, begun, strict=True)])
+        for chunk in x.split(chunks, dim=1):
+            calls.clear()
+            y, state = layer.step(chunk, state)
+            assert len(calls) <= 2
+            outs.append(y)
+        expected = torch.cat([layer(row)[:, n:] for row, n in zip(rows, begun, strict=True)])
+    assert state.length.tolist() == [n + total for n in begun]
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, **TIGHT)
 
 
 def test_only_differences_of_positions_count():

@@ -438,6 +438,12 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE] = SympowCache(self.config)
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: the cache of `generate_batch` is pages of keys and values alone."""
+        raise NotImplementedError(
+            "continuous batching of transformers keeps keys and values, and no states: use sympow serve, or vLLM"
+        )
+
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:

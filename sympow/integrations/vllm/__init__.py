@@ -18,7 +18,7 @@ def register() -> None:
 
         import sympow.integrations.transformers  # noqa: F401  # which registers the configuration
         from sympow.integrations.vllm.blocks import SympowModelConfig
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # no vLLM, or one of another version
         logging.getLogger(__name__).warning("vLLM cannot serve models of sympow: %s", error)
         return
     ModelRegistry.register_model("SympowForCausalLM", "sympow.integrations.vllm.model:SympowForCausalLM")

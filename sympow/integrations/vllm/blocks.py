@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -10,9 +11,11 @@ from vllm.config import ModelConfig as EngineModel
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
-from sympow.integrations.vllm.attention import keeps_cache
-from sympow.integrations.vllm.pages import Page, keeps_state, page_of
+from sympow.integrations.vllm.attention import head_size
+from sympow.integrations.vllm.inputs import gate_of, input_state, keeps_cache, keeps_input
+from sympow.integrations.vllm.pages import keeps_state, page_of
 from sympow.integrations.vllm.ranks import rank_config
 from sympow.layers import trust_code
 from sympow.models import ModelConfig
@@ -47,27 +50,32 @@ def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
     for layer, block in enumerate(blocks):
         if not keeps_state(block.mixer) and not keeps_cache(block.mixer):
             raise ValueError(
-                "vLLM serves mixers with a state of constant size, and softmax attention without gate and convolution; "
+                "vLLM serves mixers with a state of constant size, softmax attention and windows; "
                 f"got {config.mixer(layer).name!r} in layer {layer}"
             )
     return blocks
 
 
-def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> Page:
-    """Describes a page, which is the same for all layers with a state.
+def page_size(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> int:
+    """Returns the bytes of the largest state of a layer. All layers have pages of this size.
 
     Args:
-        blocks: the result of `rank_blocks`. A block has a state if it has no key/value cache.
+        blocks: the result of `rank_blocks`.
         device: the device of the model.
         dtype: the dtype of the weights.
 
-    Raises ValueError if no layer has a state, and if layers have different kinds of states.
+    Raises ValueError if no layer has a state.
     """
-    mixers = [block.mixer for block in blocks if not keeps_cache(block.mixer)]
-    pages = {page_of(mixer.init_state(1, device=device, dtype=dtype).with_all_room()) for mixer in mixers}
-    if len(pages) != 1:
-        raise ValueError(f"vLLM serves models whose layers keep one kind of state; this one has {len(pages)} kinds")
-    return pages.pop()
+    sizes, options = [0], cast(dict[str, Any], {"device": device, "dtype": dtype})
+    for block in blocks:
+        mixer: Any = block.mixer
+        if not keeps_cache(mixer):
+            sizes.append(page_of(mixer.init_state(1, **options).with_all_room()).size)
+        elif keeps_input(mixer):
+            sizes.append(page_of(input_state(mixer, **options)).size)
+    if max(sizes) == 0:
+        raise ValueError("vLLM serves models of which a layer keeps a state; this one has none")
+    return max(sizes)
 
 
 class SympowModelConfig(VerifyAndUpdateConfig):
@@ -87,13 +95,19 @@ class SympowModelConfig(VerifyAndUpdateConfig):
         if model.quantization is not None:
             raise ValueError(f"models of sympow are served in float32 or bfloat16; got {model.quantization=}")
         blocks = rank_blocks(trusted_config(model), vllm_config.parallel_config.tensor_parallel_size)
-        common_page(blocks, current_platform.device_type, model.dtype)
+        page_size(blocks, current_platform.device_type, model.dtype)
+        kept, mixers = vllm_config.cache_config.cache_dtype, [cast(Any, block.mixer) for block in blocks]
+        if is_quantized_kv_cache(kept) and any(keeps_cache(mixer) and gate_of(mixer) is not None for mixer in mixers):
+            raise ValueError(
+                f"the keys of gated softmax attention hold sums, which 8 bits round; got cache_dtype={kept!r}"
+            )
 
     @staticmethod
     def verify_and_update_model_config(model_config: EngineModel) -> None:
         """Sets the heads from which vLLM computes page sizes. Pages of caches and of states have the same size."""
-        for block in rank_blocks(trusted_config(model_config), 1):
-            if keeps_cache(block.mixer):
-                model_config.model_arch_config.total_num_kv_heads = block.mixer.n_kv_heads
-                model_config.model_arch_config.head_size = block.mixer.head_dim
-                return
+        mixers: list[Any] = [block.mixer for block in rank_blocks(trusted_config(model_config), 1)]
+        heads = [(mixer.n_kv_heads, head_size(mixer)) for mixer in mixers if keeps_cache(mixer)]
+        if heads:
+            n_kv_heads, size = max(heads, key=prod)
+            model_config.model_arch_config.total_num_kv_heads = n_kv_heads
+            model_config.model_arch_config.head_size = size

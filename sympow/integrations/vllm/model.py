@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -20,9 +21,9 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.platforms import current_platform
 
 from sympow.integrations.transformers.modeling import native_name
-from sympow.integrations.vllm.attention import CachedAttention, keeps_cache
-from sympow.integrations.vllm.blocks import common_page, rank_blocks, trusted_config
-from sympow.integrations.vllm.pages import Page
+from sympow.integrations.vllm.attention import CachedAttention
+from sympow.integrations.vllm.blocks import page_size, rank_blocks, trusted_config
+from sympow.integrations.vllm.inputs import keeps_cache
 from sympow.integrations.vllm.ranks import rank_part
 from sympow.integrations.vllm.states import PagedMixer
 from sympow.models.bodies import BODIES
@@ -34,15 +35,16 @@ class ServedBlock(nn.Module):
 
     Args:
         block: the block.
+        size: the bytes of a page of the engine.
         name: the name of the layer.
         vllm_config: the configuration of the engine.
     """
 
-    def __init__(self, block: PreNormBlock, name: str, vllm_config: VllmConfig):
+    def __init__(self, block: PreNormBlock, size: int, name: str, vllm_config: VllmConfig):
         super().__init__()
         self.block = block
         mixer: Any = block.mixer
-        self.mix = (CachedAttention if keeps_cache(mixer) else PagedMixer)(mixer, name, vllm_config)
+        self.mix = (CachedAttention if keeps_cache(mixer) else PagedMixer)(mixer, size, name, vllm_config)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Maps tokens [N, d] at positions [N] to [N, d]."""
@@ -50,11 +52,12 @@ class ServedBlock(nn.Module):
         return x + tensor_model_parallel_all_reduce(self.block.mlp(x)) if self.block.has_mlp else x
 
 
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
 class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
     """Computes a language model of sympow in vLLM, with the body gpt2 or llama.
 
-    A mixer must have a state of constant size, or be softmax attention as vLLM computes it. The model declares itself
-    a hybrid, even if it has no layer of softmax attention. Then vLLM chooses the size of its pages.
+    A mixer must have a state of constant size, or be softmax attention or a window. The model declares itself a hybrid,
+    even if it has no layer of softmax attention. Then vLLM chooses the size of its pages.
 
     Args:
         vllm_config: the configuration of the engine.
@@ -70,8 +73,9 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         normed = BODIES[config.body].norms_embedding and config.embedding_norm
         self.embedding_norm = BODIES[config.body].norm(config) if normed else None
         blocks, device = rank_blocks(config, get_tensor_model_parallel_world_size()), torch.get_default_device()
+        size = _page_size(vllm_config)
         self.blocks = nn.ModuleList(
-            ServedBlock(block.to_empty(device=device), f"{prefix}blocks.{layer}.mixer", vllm_config)
+            ServedBlock(block.to_empty(device=device), size, f"{prefix}blocks.{layer}.mixer", vllm_config)
             for layer, block in enumerate(blocks)
         )
         self.final_norm = BODIES[config.body].norm(config)
@@ -128,22 +132,21 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         return loaded
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
-        """Tells vLLM that every tensor of a state is copied as a whole."""
-        paged = next(block.mix for block in self.blocks if isinstance(block.mix, PagedMixer))
-        return {each: (get_temporal_copy_spec,) * len(paged.get_state_shape()) for each in mamba_types}
+        """Tells vLLM that a page is copied as a whole."""
+        return {each: (get_temporal_copy_spec,) for each in mamba_types}
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Returns the shape of each tensor in a page, without the dimension of the pages."""
-        return _page(vllm_config).shapes
+        """Returns the shape of a page."""
+        return ((_page_size(vllm_config),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Returns the dtype of each tensor in a page."""
-        return _page(vllm_config).dtypes
+        """Returns the dtype of a page, int8."""
+        return (torch.int8,)
 
 
-def _page(vllm_config: VllmConfig) -> Page:
-    """Returns what a page of this rank holds."""
-    config, ranks = trusted_config(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
-    return common_page(rank_blocks(config, ranks), current_platform.device_type, vllm_config.model_config.dtype)
+def _page_size(vllm_config: VllmConfig) -> int:
+    """Returns the bytes of a page of this rank."""
+    model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    return page_size(rank_blocks(trusted_config(model), ranks), current_platform.device_type, model.dtype)

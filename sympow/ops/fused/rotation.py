@@ -136,6 +136,7 @@ def _check_positions(positions: Tensor, grouped: Tensor, shape: Sequence[int]) -
 
 def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of theta c, [B, T, G, 1, K/2]: the angle is reduced to one turn while still in float64."""
+    tau = 6.283185307179586  # math.tau as a literal: with dynamic=True a float of a module is an input of the graph
     turn = positions[..., None, None].to(torch.float64) * (frequencies / tau)
     angle = (turn - turn.round()).mul_(tau).to(dtype)
     return angle.cos(), angle.sin()
