@@ -111,6 +111,13 @@ GRIDS: dict[str, list[LearningRun]] = {
     ),
     "heads": runs(("hybrid_heads_delta", "heads_delta", "heads_delta+window=512"), (4096,), MIDDLE),
     "gates": runs(("window+gate=true", "gated_heads_delta", "hybrid_gated_heads_delta"), (4096,), MIDDLE),
+    # Documents cut short in the first half of the steps, and whole in the second.
+    "short_first": runs(
+        tuple(f"{name}+short_context=1024+short_share=0.5" for name in ("softmax_gate", "power_delta", "window")),
+        (4096, 16_384),
+        MIDDLE,
+        seeds=(0,),
+    ),
     "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),

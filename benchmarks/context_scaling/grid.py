@@ -64,7 +64,8 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def recipe(variant: str) -> RunConfig:
     """Returns the config of a variant: a recipe of sympow/recipes/scaling.py or one of ABLATIONS, and "+field=value".
 
-    The field is one of the model's, or an option of its mixers: of all that have it, or of those of one name.
+    The field is one of the model's, `short_context` or `short_share` of training, or an option of its mixers: of all
+    that have it, or of those of one name.
     "hybrid_softmax+qk_norm=true+softmax.gate=true+n_heads=3" changes all mixers, its softmax mixer and the model.
     Raises ValueError for a recipe, a mixer or a field that does not exist.
     """
@@ -77,6 +78,9 @@ def recipe(variant: str) -> RunConfig:
         key = change.partition("=")[0]
         if key in (field.name for field in fields(ModelConfig)):
             assignments.append(f"model.{change}")
+            continue
+        if key in ("short_context", "short_share"):
+            assignments.append(f"training.{change}")
             continue
         mixer_name, _, option = key.rpartition(".")
         value = change[len(key) :]
@@ -146,6 +150,7 @@ class Run:
         paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}")
         config = override(config, [*scale.overrides, *paths])
         training, steps = config.training, scale.steps or self.steps
+        short = training.short_context and training.short_context // scale.shrink
         rows = DOCUMENT // self.trained_at
         return replace(
             config,
@@ -154,6 +159,7 @@ class Run:
             training=replace(
                 training,
                 context=self.trained_at // scale.shrink,
+                short_context=short,
                 batch_size=self.documents * rows,
                 micro_batch_size=rows,
                 steps=steps,

@@ -20,6 +20,9 @@ class TrainingConfig:
 
     Attributes:
         context: tokens in a row.
+        short_context: rows are cut into rows of so many tokens in the first steps, the first `short_share` of all: the
+            same tokens, so that a model learns from what is near before it reads whole rows. None: in no step.
+        short_share: the share of steps with short rows, above 0 and at most 1; 0 without `short_context`.
         batch_size: rows in one optimizer step.
         micro_batch_size: rows in one forward and backward pass; None: all of `batch_size`.
         steps: optimizer steps of the whole run.
@@ -49,6 +52,8 @@ class TrainingConfig:
     """
 
     context: int = 1024
+    short_context: int | None = None
+    short_share: float = 0.0
     batch_size: int = 8
     micro_batch_size: int | None = None
     steps: int = 1000
@@ -80,7 +85,7 @@ class TrainingConfig:
             _check_integer(name, getattr(self, name), 0)
         if self.seed >= 2**63:
             raise ValueError(f"training.seed must be below 2**63, got {self.seed}")
-        for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip"):
+        for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip", "short_share"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise TypeError(f"training.betas must be a tuple of two numbers, got {self.betas!r}")
@@ -112,6 +117,7 @@ class TrainingConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(unknown("training.schedule", str(self.schedule), SCHEDULES))
         self._check_decay()
+        self._check_short()
         if self.precision not in PRECISIONS:
             raise ValueError(unknown("training.precision", str(self.precision), PRECISIONS))
         if not isinstance(self.device, str):
@@ -129,6 +135,26 @@ class TrainingConfig:
                 f"training.warmup_steps and training.decay_steps must be at most training.steps together, got "
                 f"{self.warmup_steps} and {self.decay_steps} of {self.steps}"
             )
+
+    def _check_short(self) -> None:
+        if self.short_context is None:
+            if self.short_share != 0:
+                raise ValueError(f"training.short_share needs training.short_context, got {self.short_share}: set both")
+            return
+        _check_integer("short_context", self.short_context, 1)
+        if self.context % self.short_context:
+            raise ValueError(
+                f"training.context must be a multiple of training.short_context, got {self.context} and "
+                f"{self.short_context}"
+            )
+        if not 0 < self.short_share <= 1:
+            raise ValueError(f"training.short_share must be above 0 and at most 1, got {self.short_share}: set both")
+
+    def context_of(self, step: int) -> int:
+        """Returns the tokens in a row of a step, which counts from 0."""
+        if self.short_context is not None and step < round(self.short_share * self.steps):
+            return self.short_context
+        return self.context
 
     @property
     def rows_per_pass(self) -> int:
@@ -281,11 +307,12 @@ class RunConfig:
                 f"execution.context_parallel = {parts} splits rows over ranks, but not rows of packed documents: "
                 "set data.pack = false"
             )
-        if self.training.context % parts:
-            raise ValueError(
-                f"training.context must be a multiple of execution.context_parallel, "
-                f"got {self.training.context} and {parts}"
-            )
+        for name in ("context", "short_context"):
+            length = getattr(self.training, name)
+            if length is not None and length % parts:
+                raise ValueError(
+                    f"training.{name} must be a multiple of execution.context_parallel, got {length} and {parts}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the nested fields as JSON values."""
@@ -326,11 +353,13 @@ class RunConfig:
                 f"distillation.layer_steps and distillation.text_steps must be at most training.steps together, "
                 f"got {distillation.layer_steps} and {distillation.text_steps} of {steps}"
             )
-        piece, context = distillation.teacher_context, self.training.context
-        if piece and context % piece:
-            raise ValueError(
-                f"training.context must be a multiple of distillation.teacher_context, got {context} and {piece}"
-            )
+        piece = distillation.teacher_context
+        for name in ("context", "short_context"):
+            length = getattr(self.training, name)
+            if piece and length is not None and length % piece:
+                raise ValueError(
+                    f"training.{name} must be a multiple of distillation.teacher_context, got {length} and {piece}"
+                )
         if piece and self.data.pack:
             raise ValueError(
                 f"distillation.teacher_context = {piece} cuts rows, but not rows of packed documents: "

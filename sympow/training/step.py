@@ -97,6 +97,14 @@ def move(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def cut_rows(rows: TokenRows, length: int) -> TokenRows:
+    """Returns rows [B, T] as rows of `length` tokens, which divides T, and packed documents in such pieces at most."""
+    if rows.cu_seqlens is None:
+        return _each(rows, lambda x: x.reshape(-1, length))
+    ends = torch.arange(0, rows.tokens.shape[1] + 1, length, dtype=rows.cu_seqlens.dtype)
+    return Part(rows.tokens, rows.targets, torch.cat([rows.cu_seqlens, ends]).unique())
+
+
 def make_pass(rows: TokenRows, model: LanguageModel, device: torch.device) -> Pass:
     """Makes an argument of `train_step`. This is work of the host, which is done before the step needs the result.
 

@@ -33,7 +33,16 @@ from sympow.training.metrics import MetricsWriter
 from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.ranks import Ranks, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
-from sympow.training.step import Pass, RowSource, StepNumbers, held_out_loss, make_pass, resolve_device, train_step
+from sympow.training.step import (
+    Pass,
+    RowSource,
+    StepNumbers,
+    cut_rows,
+    held_out_loss,
+    make_pass,
+    resolve_device,
+    train_step,
+)
 from sympow.training.throughput import peak_flops, token_flops, trace
 
 T = TypeVar("T")
@@ -157,7 +166,9 @@ class _Training:
         )  # fmt: skip
         self.held_out, self.observe, self.objective = held_out, observe, objective
         self.device, self.ranks = device, ranks
-        self.flops, self.peak = token_flops(model, self.settings.context), peak_flops(device, self.settings.precision)
+        contexts = {self.settings.context_of(step) for step in (0, self.settings.steps - 1)}
+        self.flops = {context: token_flops(model, context) for context in contexts}
+        self.peak = peak_flops(device, self.settings.precision)
         prepare(model, config, ranks)
         self.optimizer = make_optimizer(model, self.settings)
         checkpoint = _restore(run_dir, config, batches, model, self.optimizer, device, ranks)
@@ -297,7 +308,11 @@ class _Training:
     def _load(self, index: int) -> list[Pass]:
         first = index * self.settings.passes_per_step
         own = range(self.ranks.data_rank, self.settings.passes_per_step, self.ranks.data_size)
-        return [make_pass(self.ranks.part(self.batches[first + i]), self.model, self.device) for i in own]
+        rows = (self.batches[first + i] for i in own)
+        context = self.settings.context_of(index)
+        if context < self.settings.context:
+            rows = (cut_rows(each, context) for each in rows)
+        return [make_pass(self.ranks.part(each), self.model, self.device) for each in rows]
 
     def _row(self, done: int, evaluates: bool) -> dict[str, Any]:
         """Returns the metrics after `done` steps, with the held-out loss if asked for."""
@@ -308,8 +323,9 @@ class _Training:
             "step": done, "loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "tokens": self.tokens,
             "tokens_per_second": speed, "seconds": self.seconds,
         }  # fmt: skip
-        if self.flops and self.peak:
-            row["mfu"] = speed * self.flops / (self.peak * self.ranks.size)
+        flops = self.flops[settings.context_of(done - 1)]
+        if flops and self.peak:
+            row["mfu"] = speed * flops / (self.peak * self.ranks.size)
         if objective is not None:
             row["stage"] = self.stage
         if self.held_out is not None and evaluates:

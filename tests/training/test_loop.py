@@ -125,6 +125,35 @@ def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_
     assert same_end(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.parametrize("pack", [True, False])
+def test_short_rows_come_first(tmp_path, make_config, make_batches, monkeypatch, pack):
+    """The first half of the steps has the tokens of whole rows in pieces of 4; a run that continues has them, too."""
+    config = make_config(steps=12, short_context=4, short_share=0.5)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack=pack))
+    batches, seen = make_batches(config), []
+    real = LanguageModel.loss_sum
+
+    def loss_sum(model, tokens, targets, *, cu_seqlens=None, **more):
+        seen.append((tokens, cu_seqlens))
+        return real(model, tokens, targets, cu_seqlens=cu_seqlens, **more)
+
+    monkeypatch.setattr(LanguageModel, "loss_sum", loss_sum)
+    train(config, batches, tmp_path / "whole", quiet=True)
+    assert len(seen) == 12
+    for step, (tokens, borders) in enumerate(seen):
+        whole, _, before = batches[step]
+        assert torch.equal(tokens.flatten(), whole.flatten())
+        if before is None:
+            assert borders is None and tokens.shape == ((8, 4) if step < 6 else (2, 16))
+        else:
+            pieces = set(range(0, 33, 4)) if step < 6 else set()
+            assert set(borders.tolist()) == pieces | set(before.tolist()) and borders.dtype == before.dtype
+            assert borders.tolist() == sorted(borders.tolist())
+    train(config, StopAfter(batches, 3), tmp_path / "parts", quiet=True)
+    train(config, batches, tmp_path / "parts", quiet=True)
+    assert same_end(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_the_seed_decides_everything_and_nothing_else_is_touched(tmp_path, make_config, make_batches):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         config = make_config(steps=3, seed=seed)
