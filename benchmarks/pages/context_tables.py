@@ -1,4 +1,4 @@
-"""The tables and the figure of docs/results/context-scaling.md, and of the use of context in learning.md."""
+"""The tables and the figure of docs/results/context-scaling.md, and of trend and use of context in learning.md."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from benchmarks.bigram import not_learned
 from benchmarks.common.measure import read
 from benchmarks.context_scaling.found import Found, read_table
-from benchmarks.context_scaling.grid import DOCUMENT, LearningRun, recipe
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
 from benchmarks.pages.learning_tables import LABELS, best_rows
 from benchmarks.pages.prose import table
+from sympow.evaluation.plot import panels, set_grid, shared_legend
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -72,6 +73,16 @@ class Evidence:
         if read_at is None:
             return [row["held_out_loss"] for row in best]
         return [self._positions[name, read_at] for name in map(run_name, best) if (name, read_at) in self._positions]
+
+    def ratios(self, variant: str, context: int, tokens: int) -> list[float]:
+        """Returns the losses at the best rate, times that of gated softmax attention at its best rate, by seed."""
+        found = []
+        for name in (variant, "softmax_gate"):
+            rows = [row for row in self._rows
+                    if (row["variant"], row["context"], row["tokens"]) == (name, context, tokens)]  # fmt: skip
+            found.append({row["seed"]: row["held_out_loss"] for row in best_rows(rows)} if rows else {})
+        own, control = found
+        return [own[seed] / control[seed] for seed in own.keys() & control.keys()]
 
     def far(self) -> int | None:
         """Returns the tokens of training that most models have in common at 4,096 tokens; None if no two have.
@@ -214,6 +225,28 @@ def draw(evidence: Evidence) -> Any:
     return figure
 
 
+def draw_trend(evidence: Evidence) -> Any:
+    """Returns the figure: the loss of each model, times that of gated softmax attention, against tokens of training."""
+    figure, (axis,) = panels(1, (6.4, 3.8), dpi=200)
+    for place, (variant, name) in enumerate(MODELS.items()):
+        pairs = [(tokens, ratio) for tokens in (SHORT, MIDDLE, LONG)
+                 for ratio in evidence.ratios(variant, TRAINED_AT, tokens)]  # fmt: skip
+        if pairs:
+            look = {"color": f"C{place}", "marker": "osD^vPXh"[place]}
+            axis.plot(*zip(*pairs, strict=True), **look, linestyle="none", markersize=4)
+            means = [(tokens, mean(ratio for at, ratio in pairs if at == tokens)) for tokens in {at for at, _ in pairs}]
+            axis.plot(*zip(*sorted(means), strict=True), **look, label=name)
+    axis.set_xscale("log")
+    axis.set_xticks([SHORT, MIDDLE, LONG], [_millions(tokens) for tokens in (SHORT, MIDDLE, LONG)], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("tokens of training")
+    axis.set_ylabel("loss, times that of gated softmax attention")
+    set_grid([axis])
+    shared_legend(figure, [axis])
+    figure.suptitle(f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon: a point is a run", fontsize=10)
+    return figure
+
+
 def use_table(results: Path) -> str:
     """Returns a row for each model that was measured, by context and tokens of training; a sentence without rows.
 
@@ -266,7 +299,7 @@ def _less(ours: list[Any], base: list[Any], measure: tuple[str, int], of_base: t
 
 
 FOLDER = "context_scaling"
-FIGURES = {"context-scaling/choice.png": draw}  # in the folder of the page
+FIGURES = {"context-scaling/choice.png": draw, "learning/trend.png": draw_trend}  # in the folders of the pages
 
 
 def _claims(results: Path) -> str:
@@ -292,7 +325,7 @@ SOURCES = {
 
 
 def draw_all(results: Path, beside: Path) -> None:
-    """Draws the figures into the folder of the page."""
+    """Draws the figures into the folders of the pages."""
     evidence = Evidence(results)
     for name, figure in FIGURES.items():
         figure(evidence).savefig(beside / name, metadata={"Software": None})
