@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.measure import measured, milliseconds, options, write
-from benchmarks.context_scaling.data import Documents, make_batches, read_data
+from benchmarks.context_scaling.data import Documents, read_data
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from sympow.data import Batches
 from sympow.layers import power
@@ -89,7 +89,7 @@ def train_until_steps(
     steps = min(STEPS, config.training.steps)
     settings = replace(config.training, evaluate_every=steps, log_every=steps)
     documents = read_data(config.data)
-    batches = make_batches(run, SCALES[scale], documents.train, settings.rows_per_pass)
+    batches = Batches(documents.train, settings.context, settings.rows_per_pass, run.seed, pack=False)
 
     def observe(model: LanguageModel, step: int) -> None:
         measure(model, documents)

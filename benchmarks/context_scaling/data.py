@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.context_scaling.grid import Run, Scale
-from sympow.data import Batch, Batches, Corpus, DataConfig, Subset, TokenCorpus, open_corpus
+from sympow.data import Corpus, DataConfig, Subset, TokenCorpus, open_corpus
 
 HELD_OUT = 16  # documents that losses are measured on: a million tokens
 
@@ -35,32 +35,6 @@ def read_data(data: DataConfig, rows: int | None = None) -> Documents:
 def name_of(corpus: Corpus) -> str:
     """Returns what tables call the corpus of a run: its number of documents and the begin of its fingerprint."""
     return f"{len(corpus)} rows, {corpus.fingerprint[:12]}"
-
-
-def make_batches(run: Run, scale: Scale, documents: TokenCorpus, rows: int) -> Batches | Reshaped:
-    """Returns the batches of a run, each of `rows` rows as the model sees them."""
-    if run.row_tokens is None:
-        return Batches(documents, run.context // scale.shrink, rows, run.seed, pack=False)
-    cut = run.context // run.row_tokens
-    return Reshaped(Batches(documents, run.context // scale.shrink, rows // cut, run.seed, pack=False), cut)
-
-
-class Reshaped:
-    """Gives batches in which every row is cut into `cut` rows: the same tokens in shorter rows."""
-
-    def __init__(self, batches: Batches, cut: int):
-        self._batches, self._cut = batches, cut
-
-    def __getitem__(self, index: int) -> Batch:
-        tokens, targets, _ = self._batches[index]
-        width = tokens.shape[1] // self._cut
-        return Batch(tokens.reshape(-1, width), targets.reshape(-1, width), None)
-
-    def state(self) -> dict[str, Any]:
-        return {**self._batches.state(), "cut": self._cut}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        self._batches.check_state({name: value for name, value in state.items() if name != "cut"})
 
 
 def _spaced(corpus: Corpus, count: int) -> TokenCorpus:

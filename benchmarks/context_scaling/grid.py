@@ -150,16 +150,19 @@ class Run:
         paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}")
         config = override(config, [*scale.overrides, *paths])
         training, steps = config.training, scale.steps or self.steps
-        short = training.short_context and training.short_context // scale.shrink
-        rows = DOCUMENT // self.trained_at
+        short, share = training.short_context, training.short_share
+        if self.row_tokens is not None:
+            short, share = self.row_tokens, 1.0
+        rows = DOCUMENT // self.context
         return replace(
             config,
             name=self.name,
             execution=replace(config.execution, compile=compiled),
             training=replace(
                 training,
-                context=self.trained_at // scale.shrink,
-                short_context=short,
+                context=self.context // scale.shrink,
+                short_context=short and short // scale.shrink,
+                short_share=share,
                 batch_size=self.documents * rows,
                 micro_batch_size=rows,
                 steps=steps,

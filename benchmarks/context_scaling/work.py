@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.common.code_hash import PARTS, code_hash
 from benchmarks.common.measure import commit, processor
-from benchmarks.context_scaling.data import Documents, make_batches, name_of, read_documents
+from benchmarks.context_scaling.data import Documents, name_of, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.measures import by_position, contexts_of, gain, measure, some_of
 from benchmarks.context_use import LENGTHS, context_use
-from sympow.data import Corpus
+from sympow.data import Batches, Corpus
 from sympow.evaluation import BigramCounts, ContextLosses, count_bigrams
 from sympow.models import LanguageModel
 from sympow.training import NonFiniteError, read_metrics, train
@@ -80,7 +80,8 @@ class Trainer:
         scale = SCALES[self.scale]
         config = run.config(scale, self.corpus, self.device, self.compiled)
         settings = config.training
-        batches = make_batches(run, scale, documents.train, settings.rows_per_pass)
+        batches = Batches(documents.train, settings.context, settings.rows_per_pass, run.seed, pack=False)
+        trained_at = run.trained_at // scale.shrink
         along = some_of(documents.held_out)
         found: dict[str, Any] = {}
         positions: list[dict[str, Any]] = []
@@ -88,17 +89,17 @@ class Trainer:
         def observe(trained: LanguageModel, step: int) -> None:
             model = not_compiled(trained) if self.compiled else trained
             if step < settings.steps or len(along) < len(documents.held_out):
-                losses = measure(model, along, settings.context, settings.precision)
+                losses = measure(model, along, trained_at, settings.precision)
                 positions.append(_position_row(run, step, along, losses))
             if step < settings.steps:
                 return
-            for context in contexts_of(settings.context, DOCUMENT // scale.shrink):
+            for context in contexts_of(trained_at, DOCUMENT // scale.shrink):
                 losses = measure(model, documents.held_out, context, settings.precision)
                 positions.append(_position_row(run, step, documents.held_out, losses))
-                if context == settings.context:
+                if context == trained_at:
                     found.update(held_out_loss=round(losses.loss, 5), gain=gain(by_position(losses), context))
                 found.update(best_loss=round(losses.best.loss, 4), best_context=losses.best.end)  # of the longest
-            found.update(parameters=model.num_parameters(), flops=token_flops(model, settings.context))
+            found.update(parameters=model.num_parameters(), flops=token_flops(model, trained_at))
             if counts is not None:
                 lengths = [length // scale.shrink for length in LENGTHS]
                 use.extend(context_use(model, documents.held_out, counts, settings.precision, lengths))

@@ -9,14 +9,12 @@ from statistics import mean
 
 import numpy as np
 import pytest
-import torch
 import zarr
 
 from benchmarks import bigram, subset
 from benchmarks.common.measure import read
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import cost, speed, work
-from benchmarks.context_scaling.data import make_batches, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, Run
 from benchmarks.context_scaling.measures import contexts_of, gain
 from benchmarks.context_scaling.studies import STUDIES, grid
@@ -76,15 +74,12 @@ def test_the_bars_are_what_was_asked_for():
         grid(["bars"])
 
 
-def test_the_reshape_control_sees_the_same_documents_in_the_same_steps(corpus):
-    documents = read_documents(TOY, corpus).train
+def test_the_reshape_control_cuts_the_same_rows_in_all_steps(corpus):
     long = Run("power", 65_536, documents=2)
-    cut = replace(long, row_tokens=16_384)
-    whole, rows = (make_batches(each, TOY, documents, n)[3] for each, n in ((long, 1), (cut, 4)))
-    assert rows.tokens.shape == (4, LENGTH // 4) and whole.tokens.shape == (1, LENGTH)
-    assert torch.equal(rows.tokens.flatten(), whole.tokens.flatten())
-    assert torch.equal(rows.targets.flatten(), whole.targets.flatten())
-    assert cut.config(TOY, corpus).training.context == LENGTH // 4
+    whole, cut = (run.config(TOY, corpus).training for run in (long, replace(long, row_tokens=16_384)))
+    assert (cut.short_context, cut.short_share) == (LENGTH // 4, 1.0)
+    assert replace(cut, short_context=None, short_share=0.0) == whole
+    assert cut.context_of(cut.steps - 1) == LENGTH // 4
 
 
 def test_a_run_is_trained_and_measured(corpus, monkeypatch):
