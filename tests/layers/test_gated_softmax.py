@@ -70,17 +70,50 @@ def test_a_window_is_the_formula_with_its_gradients(window):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10 * float(b.abs().max()))
 
 
-@torch.no_grad()
-def test_a_gated_window_steps_rows_of_different_lengths():
-    layer = WindowAttention(16, 2, window=6, gate=True, gate_bias=(-1, 1)).double()
-    x = normal(2, 30, 16)
-    lengths, states = (3, 17), []
+def in_one_batch(layer, x, lengths):
+    """The state of rows of x [B, T, d] that have read different numbers of tokens."""
+    states = []
     for i, length in enumerate(lengths):
         states.append(layer.step(x[i : i + 1, :length], layer.init_state(1))[1].with_all_room())
     assert states[0].rows_may_differ
-    both = [torch.cat(parts) for parts in zip(*(list(state.tensors()) for state in states), strict=True)]
-    tensors = iter(both)
-    state = states[0].mapped(lambda _: next(tensors)).counting(torch.tensor(lengths))
+    tensors = iter([torch.cat(parts) for parts in zip(*(list(state.tensors()) for state in states), strict=True)])
+    return states[0].mapped(lambda _: next(tensors)).counting(torch.tensor(lengths))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("taken", [0, 2, 9])
+def test_a_window_takes_tokens_back_in_rows_of_different_lengths(gate, taken):
+    layer = WindowAttention(16, 2, window=6, gate=gate, gate_bias=(-1, 1)).double()
+    x, lengths = normal(2, 40, 16), (3, 17)
+    wanted = layer(x)
+
+    def parts(whole, first, count):
+        return torch.stack([whole[row, length + first : length + first + count] for row, length in enumerate(lengths)])
+
+    y, after = layer.try_step(parts(x, 0, 9), in_one_batch(layer, x, lengths))
+    torch.testing.assert_close(y, parts(wanted, 0, 9), **TIGHT)
+    y, _ = layer.step(parts(x, taken, 4), after(taken))
+    torch.testing.assert_close(y, parts(wanted, taken, 4), **TIGHT)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_window_has_gradients_through_steps_of_rows_of_different_lengths(gate):
+    layer = WindowAttention(16, 2, window=6, gate=gate, gate_bias=(-1, 1)).double()
+    state = layer.init_state(2).with_all_room().counting(torch.zeros(2, dtype=torch.int64))
+    x, outs = normal(2, 20, 16).requires_grad_(), []
+    for piece in x.split([7, 1, 1, 11], dim=1):
+        y, state = layer.step(piece, state)
+        outs.append(y)
+    got, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (torch.cat(outs, dim=1), layer(x)))
+    torch.testing.assert_close(got, wanted, **TIGHT)
+
+
+@torch.no_grad()
+def test_a_gated_window_steps_rows_of_different_lengths():
+    layer = WindowAttention(16, 2, window=6, gate=True, gate_bias=(-1, 1)).double()
+    x, lengths = normal(2, 30, 16), (3, 17)
+    state = in_one_batch(layer, x, lengths)
     for i in range(8):
         step = torch.stack([x[row, length + i] for row, length in enumerate(lengths)])[:, None]
         y, state = layer.step(step, state)
