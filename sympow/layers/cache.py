@@ -83,27 +83,32 @@ class WindowCache(KVCache):
         k, v = (_with_room(x, self.limit) for x in self.filled())
         return replace(self, k=k, v=v)
 
-    def of_one_more(self, k: Tensor, v: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes k [B, G, 1, K] and v [B, G, 1, V] after `length` tokens, int64 [B], in place.
+    def of_one_more(self, k: Tensor, v: Tensor, length: Tensor) -> tuple[WindowCache, Tensor]:
+        """Writes k [B, G, 1, K] and v [B, G, 1, V] after `length` tokens, int64 [B], in place if gradients are off.
 
-        Returns all keys and values, and the mask [B, 1, 1, room] of those that hold a token.
+        Returns the cache, and the mask [B, 1, 1, room] of the keys and values that hold a token.
         """
         room = self.k.shape[2]
-        place = (length % room)[:, None, None, None]
-        for held, new in ((self.k, k), (self.v, v)):
-            held.scatter_(2, place.expand(new.shape), new.to(held.dtype))
         seen = torch.arange(room, device=length.device) <= length[:, None, None, None]
-        return self.k, self.v, seen
+        return self._written(k, v, (length % room)[:, None], length + 1), seen
 
     def of_more(self, k: Tensor, v: Tensor, length: Tensor) -> WindowCache:
-        """Writes k [B, G, T', K] and v [B, G, T', V] after `length` tokens, int64 [B], in place."""
+        """Writes k [B, G, T', K] and v [B, G, T', V] after `length` tokens, int64 [B], in place if gradients are off.
+
+        Returns the cache.
+        """
         room, new = self.k.shape[2], k.shape[2]
         kept = min(new, room)
         place = (length[:, None] + torch.arange(new - kept, new, device=length.device)) % room
-        for held, given in ((self.k, k), (self.v, v)):
-            given = given[:, :, new - kept :]
-            held.scatter_(2, place[:, None, :, None].expand(given.shape), given.to(held.dtype))
-        return replace(self, length=length + new)
+        return self._written(k[:, :, new - kept :], v[:, :, new - kept :], place, length + new)
+
+    def _written(self, k: Tensor, v: Tensor, place: Tensor, length: Tensor) -> WindowCache:
+        """Returns the cache of `length` tokens, with k and v of T' tokens at `place`, int64 [B, T']."""
+        whole = []
+        for held, new in ((self.k, k), (self.v, v)):
+            held = held.clone() if torch.is_grad_enabled() else held  # autograd needs the old one
+            whole.append(held.scatter_(2, place[:, None, :, None].expand(new.shape), new.to(held.dtype)))
+        return replace(self, k=whole[0], v=whole[1], length=length)
 
     def ordered_rows(self, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns k and v of the last tokens, oldest first, where rows have read `length` tokens, int64 [B].

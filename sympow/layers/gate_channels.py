@@ -15,12 +15,14 @@ from torch.nn import functional as F
 from sympow.ops.availability import concatenated
 from sympow.ops.running_sums import sums_so_far
 
-# The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
-# large, so that sums fit in float16.
+# The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype.
 _ONE = 32
+# The value of queries in the last of these channels. In float16 keys hold there what is too large for the others.
+_MANY = 1024 * _ONE
 _HARDEST = -256.0  # a log gate: what comes before it has no weight, unless scores differ by more than 150
-_PARTS = 3  # of a sum: as many bits as float32 has, in numbers of 8 bits (bfloat16)
-_LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
+_PARTS = 4  # of a sum: as many bits as float32 has, in three numbers of 8 bits (bfloat16); and one of `_MANY`
+_LEAST_READINGS = 12  # channels of `_Gated` that add nothing to the scores
+_FIT = 2.0**15  # a part's largest value in float16, and a multiple of _MANY / _ONE
 
 
 def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,18 +61,30 @@ def gated_keys(k: Tensor, sums: Tensor) -> Tensor:
 
 def gated_queries(q: Tensor) -> Tensor:
     """Returns q [B, T, H, K] for keys of `gated_keys`; the scale of the scores stays K**-0.5."""
-    ones = q.new_full((*q.shape[:-1], _PARTS), _ONE)
+    ones = _ones(q).expand(*q.shape[:-1], -1)
     return F.pad(concatenated([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
 
 
+def _ones(q: Tensor) -> Tensor:
+    """Returns what queries hold where keys hold the parts of a sum, [4], with the dtype and the device of q."""
+    return concatenated([q.new_full((_PARTS - 1,), _ONE), q.new_full((1,), _MANY)])
+
+
 def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns [..., 3]: numbers of `dtype` that add up to -sums / (scale _ONE). The first has the gradient of all."""
+    """Returns [..., 4]: numbers of `dtype` whose product with `_ones` is -sums / scale.
+
+    The first has the gradient of all. The last is 0 unless the first would be too large for float16.
+    """
     rest = -sums / (scale * _ONE)
+    many = torch.zeros_like(rest)
+    if dtype == torch.float16:
+        many = (rest.detach() / _FIT).round() * (_FIT * _ONE / _MANY)
+        rest = rest - many * (_MANY / _ONE)
     parts = []
-    for _ in range(_PARTS):
+    for _ in range(_PARTS - 1):
         parts.append(_rounded(rest, dtype).to(dtype))
         rest = rest.detach() - parts[-1].detach()
-    return concatenated([part[..., None] for part in parts], dim=-1)
+    return concatenated([part[..., None] for part in (*parts, many.detach().to(dtype))], dim=-1)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +123,8 @@ class _Gated(torch.autograd.Function):
         restarts = width - key_dim - _PARTS - 1
         ctx.sizes = key_dim, scale, -(-time // (restarts + 1)), log_g.dtype
         from_there = _ONE * (_steps(ctx, time, q) >= torch.arange(1, restarts + 1, device=q.device))
-        constant = concatenated([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
+        ones = _ones(q).expand(time, -1)
+        constant = concatenated([ones, q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
         parts = _parts(sums_so_far(log_g), scale, k.dtype)
         row = torch.full_like(parts[..., :1], _ONE)
         keys = F.pad(concatenated([k, parts, row], dim=-1), (0, restarts))

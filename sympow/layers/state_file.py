@@ -29,7 +29,6 @@ _KEPT = {
     ("GatedWindowCache", "cache"),
     ("ShortConvolutionState", "past"),
 }
-_ROUNDED = ("KVCache", "v")  # also within a gated cache
 _LEAST_ROW = 8  # with a scale for each row, shorter rows would hardly be smaller
 _SCALE = ".scale"
 
@@ -123,7 +122,8 @@ def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept:
     kind, packed = type(value).__name__, {}
     for entry in fields(value):
         item = _held(value, entry.name)
-        keep = (kept and (kind, entry.name) != _ROUNDED) or (kind, entry.name) in _KEPT
+        values = isinstance(value, KVCache) and entry.name == "v"  # rounded in a gated cache too
+        keep = (kept and not values) or (kind, entry.name) in _KEPT
         packed[entry.name] = _packed(item, f"{name}.{entry.name}", dtype, tensors, keep)
     return {"type": kind, "fields": packed}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from sympow.layers.attention import HeadOptions
-from sympow.layers.cache import KVCache, WindowCache, capacity
+from sympow.layers.cache import WindowCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.gate_channels import with_gates
@@ -97,7 +97,7 @@ class WindowAttention(GatedScores):
             y = self._behind(cache, q, k, v).transpose(1, 2).to(x.dtype)
 
         def after(n: int) -> WindowCache | GatedWindowCache:
-            held = cache.extend(k[:, :, :n], v[:, :, :n]) if n else cache
+            held = _after(cache, k[:, :, :n], v[:, :, :n]) if n else cache
             if sums is None:
                 return held
             return GatedWindowCache(held, sums[:, n - 1].clone() if n else state.log_sum)
@@ -117,20 +117,18 @@ class WindowAttention(GatedScores):
         scale = self.head_dim**-0.5
         length = cache.length
         if isinstance(length, Tensor) and q.shape[2] == 1:
-            held_k, held_v, seen = cache.of_one_more(k, v, length)
-            y = attend(q.to(held_k.dtype), held_k, held_v, mask=seen, scale=scale)
-            return y, replace(cache, length=length + 1)
-        if isinstance(length, Tensor):
-            y = self._behind_rows(cache, length, q, k, v)
-            return y, cache.of_more(k, v, length)
-        if q.shape[2] == 1:
+            cache, seen = cache.of_one_more(k, v, length)
+            return attend(q.to(cache.k.dtype), cache.k, cache.v, mask=seen, scale=scale), cache
+        if not isinstance(length, Tensor) and q.shape[2] == 1:
             cache = cache.extend(k, v)
             return attend(q.to(cache.k.dtype), *cache.filled(), scale=scale), cache
         y = self._behind(cache, q, k, v)
-        return y, cache.extend(k, v)  # the past was read already, because the cache may overwrite it
+        return y, _after(cache, k, v)  # the past was read already, because the cache may overwrite it
 
-    def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _behind(self, past: WindowCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V], which follow the tokens of `past`."""
+        if isinstance(past.length, Tensor):
+            return self._behind_rows(past, past.length, q, k, v)
         seen = min(past.length, self.window - 1)
         past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
         k_seen = concatenated([past_k, k.to(past_k.dtype)], dim=2)
@@ -161,6 +159,11 @@ class WindowAttention(GatedScores):
         with without_autocast(q) if gates else nullcontext():  # it would round the sums in the keys
             y = attend(*(part.transpose(1, 2) for part in (q, k, v)), self.window, self.head_dim**-0.5)
         return y.transpose(1, 2)
+
+
+def _after(cache: WindowCache, k: Tensor, v: Tensor) -> WindowCache:
+    """Returns the cache with k [B, G, T', K] and v [B, G, T', V] added, also to rows of different lengths."""
+    return cache.of_more(k, v, cache.length) if isinstance(cache.length, Tensor) else cache.extend(k, v)
 
 
 def checked_window(window: int) -> int:

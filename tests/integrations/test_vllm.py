@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sympow.layers import make_mixer
 from sympow.layers.attention import BLOCK
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
 from sympow.training import load_model
@@ -223,3 +225,19 @@ def test_compiled_models(tmp_path, name):
     """On a CPU torch.compile makes one graph, in which a layer's states are one operator."""
     counts = check(tmp_path, name, [1, 3, 8], step=150, enforce_eager=False)
     assert counts["hits"] > 0 and (counts["graphs"], counts["breaks"]) == (1, 0)
+
+
+@needs_vllm
+def test_memory_is_measured_whatever_attention_leaves_in_its_output(monkeypatch):
+    """vLLM then calls the layers without pages, and its attention does not write. Numbers may be not finite there."""
+    from sympow.integrations.vllm import states
+
+    monkeypatch.setattr(states, "get_forward_context", lambda: SimpleNamespace(attn_metadata=None))
+    mixer = make_mixer("power_delta", 16, 2, {})
+    layer = SimpleNamespace(
+        first=mixer.init_state(1), stepped=lambda x, state: ((mixer.step(x, state)[0],), None), kv_cache=()
+    )
+    outs = [torch.full((3, 16), torch.nan)]
+    with torch.no_grad():
+        states.PagedStates.step_batch(layer, torch.full((3, 16), torch.nan), outs)
+    assert outs[0].isfinite().all()

@@ -32,6 +32,7 @@ CASES = {
     "hybrid": ("gpt2", [MixerConfig("power"), MixerConfig("softmax"), MixerConfig("window", {"window": 7})]),
     "window-not-full": ("gpt2", [MixerConfig("power"), MixerConfig("window", {"window": 100})]),
     "gated-softmax": ("llama", [MixerConfig("softmax", {"gate": True, "short_convolution": 4})]),
+    "gated-window": ("llama", [MixerConfig("window", {"window": 30, "gate": True, "short_convolution": 4})]),
     "rwkv7": ("rwkv7", [MixerConfig("rwkv7")]),
     "rwkv7-body": ("rwkv7", [MixerConfig("power"), MixerConfig("softmax")]),
     "rwkv4": ("rwkv7", [MixerConfig("rwkv4")]),
@@ -298,9 +299,10 @@ def test_the_header_tells_what_is_held(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", torch.bfloat16), ("int8", torch.int8)])
-def test_of_a_gated_cache_only_keys_are_exact(dtype, stored):
+@pytest.mark.parametrize("case", ["gated-softmax", "gated-window"])
+def test_of_a_gated_cache_only_keys_are_exact(case, dtype, stored):
     """They contain sums of gates. The values are rounded as those of other caches."""
-    made = model("gated-softmax")
+    made = model(case)
     with torch.no_grad():
         _, state = made.step(torch.arange(40)[None] % VOCAB, made.init_state(1))
     packed = serialize(state, dtype)

@@ -108,8 +108,10 @@ class PagedStates(MambaBase):
     def step_batch(self, x: Tensor, outs: list[Tensor]) -> None:
         """Computes the outputs [N, ...] for the tokens x [N, d] of a batch. vLLM tells which requests they are of."""
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # before there are pages, vLLM measures how much memory a batch takes
-            for out, values in zip(outs, self.stepped(x[None], self.first.clone())[0], strict=True):
+        # Before there are pages, vLLM measures how much memory a batch takes. Attention then leaves its output unset.
+        if metadata is None:
+            any_x = torch.zeros_like(x)[None]
+            for out, values in zip(outs, self.stepped(any_x, self.first.clone())[0], strict=True):
                 out.copy_(values[0])
             return
         pages = page_of(self.first).tensors(self.kv_cache[0])
