@@ -29,13 +29,13 @@ def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *te
     """
     if cu_seqlens is None:
         return function(*tensors)
-    if torch.compiler.is_dynamo_compiling() and not is_exporting():
-        return _uncompiled()(function, cu_seqlens, *tensors)
+    if _compiles():
+        return torch.compiler.disable(_each)(function, cu_seqlens, *tensors)
     return _each(function, cu_seqlens, *tensors)
 
 
 def document_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Makes a decorator's call(cu_seqlens, *tensors, window=None): `per_document`, in compiled code one operator.
+    """Returns call(cu_seqlens, *tensors, window=None), which is `per_document`, and one operator in compiled code.
 
     Args:
         function: a function of one to four tensors [B, T, H or G, ...], and of `window` where the call has one. Its
@@ -47,16 +47,21 @@ def document_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     _FUNCTIONS[name] = function
 
     def call(cu_seqlens: Tensor | None, *tensors: Tensor, window: int | None = None) -> Tensor:
-        if cu_seqlens is not None and torch.compiler.is_dynamo_compiling() and not is_exporting():
+        if cu_seqlens is not None and _compiles():
             check_borders(cu_seqlens, tensors[0].shape[0])
             dtype = autocast_dtype(tensors[0]) if len(tensors) == 3 else None
             if dtype is not None:  # the operator sees no autocast
                 tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-            first, second, third, fourth = (*tensors, *[None] * (4 - len(tensors)))
-            return each_document(first, second, third, fourth, cu_seqlens, name, window)
+            missing = (None,) * (4 - len(tensors))
+            return each_document(*tensors, *missing, cu_seqlens, name, window)
         return per_document(_with_window(function, window), cu_seqlens, *tensors)
 
     return call
+
+
+def _compiles() -> bool:
+    """Returns whether torch.compile traces, and not torch.export, where borders have no values at any time."""
+    return torch.compiler.is_dynamo_compiling() and not is_exporting()
 
 
 def _with_window(function: Callable[..., Tensor], window: int | None) -> Callable[..., Tensor]:
@@ -137,7 +142,3 @@ def each_document(
     for *parts, into in _split(document_bounds(cu_seqlens, first), (*tensors, out)):
         into.copy_(function(*parts))
     return out
-
-
-def _uncompiled() -> Callable[..., Tensor]:
-    return torch.compiler.disable(_each)

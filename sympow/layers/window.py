@@ -155,7 +155,7 @@ class WindowAttention(GatedScores):
 
 
 def _windowed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V], log_g [B, T, G] if there is a gate, and the window to [B, T, H, V]."""
+    """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V], log_g [B, T, G] of a gate, and the window to [B, T, H, V]."""
     *gates, window = rest
     scale = q.shape[-1] ** -0.5
     if gates:
