@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.cache import KVCache, capacity
-from sympow.layers.documents import per_document
+from sympow.layers.documents import document_operator
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.window import checked_window
@@ -48,7 +48,7 @@ class BlockedWindowAttention(AttentionMixer):
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
-        return per_document(self._blocked, cu_seqlens, q, k, v)
+        return _blocked(cu_seqlens, q, k, v, window=self.window)
 
     @override
     def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> BlockedWindowState:
@@ -81,12 +81,14 @@ class BlockedWindowAttention(AttentionMixer):
         whole, rest = time // self.window, time % self.window
         return whole * both_ways(self.window, self) + (both_ways(rest, self) if rest else 0)
 
-    def _blocked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
-        batch, time = q.shape[:2]
-        width = min(self.window, time)
-        missing = -time % width  # filled up at the end, where no token of the sequence looks
-        shape = ((time + missing) // width, width)
-        blocks = (F.pad(part, (0, 0, 0, 0, 0, missing)).unflatten(1, shape).flatten(0, 1) for part in (q, k, v))
-        y = attend(*(block.transpose(1, 2) for block in blocks), causal=True)
-        return y.transpose(1, 2).unflatten(0, (batch, shape[0])).flatten(1, 2)[:, :time]
+
+@document_operator
+def _blocked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
+    batch, time = q.shape[:2]
+    width = min(window, time)
+    missing = -time % width  # filled up at the end, where no token of the sequence looks
+    shape = ((time + missing) // width, width)
+    blocks = (F.pad(part, (0, 0, 0, 0, 0, missing)).unflatten(1, shape).flatten(0, 1) for part in (q, k, v))
+    y = attend(*(block.transpose(1, 2) for block in blocks), causal=True)
+    return y.transpose(1, 2).unflatten(0, (batch, shape[0])).flatten(1, 2)[:, :time]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import any_weight
-from sympow.layers.documents import per_document
+from sympow.layers.documents import document_operator
 from sympow.layers.power import check_form, continue_power, initial_memory, memory_size, try_power
 from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
@@ -83,7 +83,7 @@ class LinearAttention(AttentionMixer):
         y = power_attention(q, k, v, **self._options() | split).out
         if features is not None:
             q, k = features
-            sums = per_document(_running_sum, cu_seqlens, k)
+            sums = _sums_per_document(cu_seqlens, k.to(torch.promote_types(k.dtype, torch.float32)))
             if self.context_group is not None:
                 sums = sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
             y = _normalized(y, q, sums)
@@ -173,6 +173,9 @@ def _running_sum(k: Tensor) -> Tensor:
     """Returns the sum of k [B, T, G, K] up to every token, in float32 at least."""
     sums = sums_so_far(k.flatten(2)).unflatten(2, k.shape[2:])
     return sums.to(torch.promote_types(k.dtype, torch.float32))
+
+
+_sums_per_document = document_operator(_running_sum)
 
 
 def _normalized(y: Tensor, q: Tensor, sums: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, state_options
 from sympow.layers.cache import KVCache, capacity
-from sympow.layers.documents import per_document
+from sympow.layers.documents import document_operator
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
 from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, without_autocast
@@ -116,9 +116,9 @@ class SoftmaxAttention(GatedScores):
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
         if self.gate is None:
-            return per_document(_causal, cu_seqlens, q, k, v)
+            return _causal(cu_seqlens, q, k, v)
         log_g = F.logsigmoid(self.gate(x))
-        return per_document(gated_attention, cu_seqlens, q, k, v, log_g)
+        return _gated(cu_seqlens, q, k, v, log_g)
 
     @override
     def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> KVCache | GatedCache:
@@ -183,6 +183,9 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Tensor:
     return y[..., :value_dim].transpose(1, 2)
 
 
+_gated = document_operator(gated_attention)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
 ) -> Tensor:
@@ -234,6 +237,7 @@ def _cut(before: KVCache, after: Any, n: int) -> KVCache:
     return before if n == 0 else replace(after, length=before.length + n)
 
 
+@document_operator
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True).transpose(1, 2)

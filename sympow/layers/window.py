@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from sympow.layers.attention import HeadOptions
 from sympow.layers.cache import WindowCache, capacity
-from sympow.layers.documents import per_document
+from sympow.layers.documents import document_operator
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.gate_channels import with_gates
 from sympow.layers.softmax import GatedCache, GatedScores, attend, attend_to_past, both_ways, empty_cache
@@ -69,9 +68,9 @@ class WindowAttention(GatedScores):
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
         gates = [] if self.gate is None else [F.logsigmoid(self.gate(x))]
-        if cu_seqlens is None and suits_flex(q, v) and x.shape[1] > self.window:  # documents have too many lengths
-            return self._windowed(flex_attend_in_window, q, k, v, *gates)
-        return per_document(partial(self._windowed, attend_in_window), cu_seqlens, q, k, v, *gates)
+        if cu_seqlens is None and suits_flex(q, v) and x.shape[1] > self.window:
+            return _windowed(flex_attend_in_window, q, k, v, *gates, self.window)
+        return _near(cu_seqlens, q, k, v, *gates, window=self.window)
 
     @override
     def mix_state(
@@ -152,13 +151,22 @@ class WindowAttention(GatedScores):
             outs.append(attend_in_window(q[:, :, first:], k, v, self.window, scale))
         return concatenated(outs, dim=2)
 
-    def _windowed(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] and log_g [B, T, G], if there is a gate, to [B, T, H, V]."""
-        if gates:
-            q, k = with_gates(q, k, *gates)
-        with without_autocast(q) if gates else nullcontext():  # it would round the sums in the keys
-            y = attend(*(part.transpose(1, 2) for part in (q, k, v)), self.window, self.head_dim**-0.5)
-        return y.transpose(1, 2)
+
+def _windowed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V], log_g [B, T, G] of a gate, and the window to [B, T, H, V]."""
+    *gates, window = rest
+    scale = q.shape[-1] ** -0.5
+    if gates:
+        q, k = with_gates(q, k, *gates)
+    with without_autocast(q) if gates else nullcontext():  # it would round the sums in the keys
+        y = attend(*(part.transpose(1, 2) for part in (q, k, v)), window, scale)
+    return y.transpose(1, 2)
+
+
+@document_operator
+def _near(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """Computes `_windowed` in plain torch. Documents have too many lengths for flex_attention."""
+    return _windowed(attend_in_window, q, k, v, *rest)
 
 
 def _after(cache: WindowCache, k: Tensor, v: Tensor) -> WindowCache:

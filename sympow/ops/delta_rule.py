@@ -19,7 +19,7 @@ from sympow.ops.eager_operators import delta_eager
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
-from sympow.ops.packed import borders, check_borders, empty
+from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
 from sympow.ops.types import OutOfRangeError
 
@@ -104,12 +104,10 @@ def power_delta_rule(
         if cu_seqlens is None:
             return DeltaOutput(*run(q, k, v, beta, log_g, initial_state, **options))
         if initial_state is None and not return_state and (run is not _reference):
-            if cu_seqlens.device.type == "cpu":
-                borders(cu_seqlens, q.shape[1])
             # A gate of 0 at the first token of every document separates them.
             gates = torch.zeros_like(beta, dtype=dtype) if log_g is None else log_g
-            starts = cu_seqlens[:-1].long().to(q.device)
-            first = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, starts, True)[:-1]
+            starts = document_starts(checked_on_cpu(cu_seqlens, q.shape[1]).to(q.device), q.shape[1])
+            first = starts == torch.arange(q.shape[1], device=q.device)
             return DeltaOutput(*run(q, k, v, beta, gates.masked_fill(first[:, None], _RESET), None, **options))
         ends = borders(cu_seqlens, q.shape[1])
         return _by_document(run, q, k, v, beta, log_g, initial_state, ends, **options)

@@ -5,6 +5,8 @@ A graph with the operators is right for all lengths. Compiled code calls the fun
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +18,24 @@ from sympow.ops.availability import without_autocast
 from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.eager import Options
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.packed import borders
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 from sympow.ops.types import PowerState
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: PowerState | None, *,
-    p: int, scale: float, normalize: bool, eps: float, chunk_size: int | None, return_state: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: PowerState | None,
+    cu_seqlens: Tensor | None = None, *, p: int, scale: float, normalize: bool, eps: float, chunk_size: int | None,
+    return_state: bool,
 ) -> tuple[Tensor, PowerState | None]:  # fmt: skip
-    """Computes `eager.chunked` by one operator. A trace of the loop over chunks would be of one length only."""
+    """Computes `eager.chunked` by one operator, also for packed documents with borders in cu_seqlens [N + 1].
+
+    A trace of the loop over chunks, or over documents, would be of one length only.
+    """
     s, z = (None, None) if state is None else (state.s, state.z)
     with without_autocast(q):
         numbers = (p, scale, normalize, eps, chunk_size or 0, return_state)
-        out, _, s, z = power_eager(q, k, v, log_g, s, z, *numbers)
+        out, _, s, z = power_eager(q, k, v, log_g, s, z, cu_seqlens, *numbers)
     return out, PowerState(s, z, p, k.shape[-1]) if return_state else None
 
 
@@ -40,6 +47,33 @@ def _options(q, k, v, s, p, scale, normalize, eps, chunk_size, return_state) -> 
 def _or_empty(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Any, ...]:
     """Returns the tensors, contiguous, and empty ones in place of None, which an operator cannot return."""
     return tuple(like.new_empty(0) if x is None else x.contiguous() for x in tensors)
+
+
+def _documents(cu_seqlens: Tensor, time: int) -> Iterator[tuple[slice, slice]]:
+    """Yields the tokens, and the row of states [N, ...], of each document of cu_seqlens [N + 1] that has tokens."""
+    for n, (start, stop) in enumerate(pairwise(borders(cu_seqlens, time))):
+        if start < stop:
+            yield slice(start, stop), slice(n, n + 1)
+
+
+def _cut(tokens: slice, row: slice, of_tokens: tuple, of_rows: tuple) -> list[Tensor | None]:
+    """Returns the parts of tensors [B, T, ...] and then of states [N, ...] that belong to one document."""
+    parts = [None if x is None else x[:, tokens] for x in of_tokens]
+    return parts + [None if x is None else x[row] for x in of_rows]
+
+
+def _write(into: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    for x, value in zip(into, values, strict=True):
+        if x is not None and value is not None:
+            x.copy_(value)
+
+
+def _gradients(dout, ds_out, dz_out, q, k, v, log_g, s, z, out, normalizer, s_out, z_out, *numbers):
+    """Returns the gradients of the six inputs of rows that are not packed, None for those that the call has not."""
+    options = _options(q, k, v, s, *numbers)
+    ctx = SimpleNamespace(options=options, needs_input_grad=[True] * 7)
+    saved = (q, k, v, log_g, s, z, out, normalizer, s_out, z_out)
+    return eager.gradients(ctx, saved, dout, ds_out, dz_out)[:6]
 
 
 def _like_backward(dout, ds, dz, q, k, v, log_g, s, z, *_):
@@ -57,6 +91,7 @@ def power_eager_backward(
     log_g: Tensor | None,
     s: Tensor | None,
     z: Tensor | None,
+    cu_seqlens: Tensor | None,
     out: Tensor,
     normalizer: Tensor,
     s_out: Tensor,
@@ -69,28 +104,39 @@ def power_eager_backward(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes dq, dk, dv, dlog_g, ds and dz, empty for inputs that the call has not."""
-    options = _options(q, k, v, s, p, scale, normalize, eps, chunk_size, return_state)
-    ctx = SimpleNamespace(options=options, needs_input_grad=[True] * 7)
-    ends = (s_out, z_out) if return_state else (None, None)
-    saved = (q, k, v, log_g, s, z, out, normalizer if normalize else None, *ends)
-    dq, dk, dv, dlog_g, ds, dz, _ = eager.gradients(ctx, saved, dout, ds_out, dz_out)
-    return _or_empty((dq, dk, dv, dlog_g, ds, dz), q)
+    norm, ends = normalizer if normalize else None, (s_out, z_out) if return_state else (None, None)
+    numbers = (p, scale, normalize, eps, chunk_size, return_state)
+    if cu_seqlens is None:
+        grads = _gradients(dout, ds_out, dz_out, q, k, v, log_g, s, z, out, norm, *ends, *numbers)
+        return _or_empty(grads, q)
+    of_tokens = tuple(None if x is None else x.new_empty(x.shape) for x in (q, k, v, log_g))
+    # A document without tokens returns its state, so the gradient of that is what comes in.
+    of_rows = tuple(None if x is None else x.new_zeros(x.shape) for x in (s, z))
+    for x, dx in zip(of_rows, (ds_out, dz_out), strict=True):
+        if x is not None and dx is not None:
+            x.copy_(dx)
+    for part in _documents(cu_seqlens, q.shape[1]):
+        inputs = _cut(*part, (dout,), (ds_out, dz_out)) + _cut(*part, (q, k, v, log_g), (s, z))
+        grads = _gradients(*inputs, *_cut(*part, (out, norm), ends), *numbers)
+        _write(_cut(*part, of_tokens, of_rows), grads)
+    return _or_empty(of_tokens + of_rows, q)
 
 
 def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.numbers = inputs[6:]
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.numbers = inputs[7:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, _, ds_out, dz_out):
     tensors, ends = ctx.saved_tensors, (ds_out, dz_out) if ctx.numbers[-1] else (None, None)
     grads = power_eager_backward(dout, *ends, *tensors, *ctx.numbers)
-    return *(None if x is None else dx for x, dx in zip(tensors[:6], grads, strict=True)), *[None] * 6
+    return *(None if x is None else dx for x, dx in zip(tensors[:6], grads, strict=True)), *[None] * 7
 
 
-def _like_forward(q, k, v, log_g, s, z, p, scale, normalize, eps, chunk_size, return_state):
-    dtype, sequences = torch.promote_types(q.dtype, torch.float32), (q.shape[0], k.shape[2])
+def _like_forward(q, k, v, log_g, s, z, cu_seqlens, p, scale, normalize, eps, chunk_size, return_state):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    sequences = (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, k.shape[2])
     normalizer = q.new_empty(q.shape[:3], dtype=dtype) if normalize else None
     s_out = z_out = None
     if return_state:
@@ -107,6 +153,7 @@ def power_eager(
     log_g: Tensor | None,
     s: Tensor | None,
     z: Tensor | None,
+    cu_seqlens: Tensor | None,
     p: int,
     scale: float,
     normalize: bool,
@@ -118,8 +165,21 @@ def power_eager(
 
     Shapes are those of `power_attention`. What the call has not is empty. chunk_size 0: by `default_chunk_size`.
     """
-    options = _options(q, k, v, s, p, scale, normalize, eps, chunk_size, return_state)
-    out, normalizer, _, _, s_out, z_out = eager.forward(q, k, v, log_g, s, z, options)
+    numbers = (p, scale, normalize, eps, chunk_size, return_state)
+    if cu_seqlens is None:
+        return _forward(q, k, v, log_g, s, z, *numbers)
+    results = _like_forward(q, k, v, log_g, s, z, cu_seqlens, *numbers)
+    of_tokens, of_rows = (results[0], results[1] if normalize else None), results[2:] if return_state else (None, None)
+    for x, before in zip(of_rows, (s, z), strict=True):  # of documents without tokens
+        if x is not None:
+            x.zero_() if before is None else x.copy_(before)
+    for part in _documents(cu_seqlens, q.shape[1]):
+        _write(_cut(*part, of_tokens, of_rows), _forward(*_cut(*part, (q, k, v, log_g), (s, z)), *numbers))
+    return results
+
+
+def _forward(q, k, v, log_g, s, z, *numbers):
+    out, normalizer, _, _, s_out, z_out = eager.forward(q, k, v, log_g, s, z, _options(q, k, v, s, *numbers))
     return out, *_or_empty((normalizer, s_out, z_out), q)
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sympow.ops.availability import concatenated, has_values
+from sympow.ops.availability import concatenated, has_values, is_exporting
+from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 from sympow.ops.types import PowerOutput, PowerState
 
 
@@ -85,12 +86,32 @@ def borders(cu_seqlens: Tensor, time: int) -> list[int]:
 
     For a tensor on a GPU the host waits.
     """
-    if not torch.compiler.is_dynamo_compiling() and not has_values(cu_seqlens):
+    if is_exporting() or (not torch.compiler.is_dynamo_compiling() and not has_values(cu_seqlens)):
         raise ValueError("cu_seqlens must have values here; got a fake or a meta tensor, as in torch.export")
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {time} without falling; got {ends[:8]}...{ends[-1]}")
     return ends
+
+
+@operator(lambda cu_seqlens, time: torch.empty_like(cu_seqlens), devices=ALL_DEVICES)
+def checked_copy(cu_seqlens: Tensor, time: int) -> Tensor:
+    """Copies cu_seqlens [N + 1], whose values `borders` checks. A compiler keeps the check where the copy is used."""
+    borders(cu_seqlens, time)
+    return cu_seqlens.clone()
+
+
+def checked_on_cpu(cu_seqlens: Tensor, time: int) -> Tensor:
+    """Returns cu_seqlens [N + 1], or a copy in compiled code; raises as `borders` for a tensor on a CPU.
+
+    Values on a GPU are not checked, because the host would have to wait.
+    """
+    if cu_seqlens.device.type != "cpu":
+        return cu_seqlens
+    if torch.compiler.is_dynamo_compiling() and not is_exporting():  # a trace has no values
+        return checked_copy(cu_seqlens, time)
+    borders(cu_seqlens, time)
+    return cu_seqlens
 
 
 def document_starts(cu_seqlens: Tensor, time: int) -> Tensor:

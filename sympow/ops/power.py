@@ -28,7 +28,7 @@ from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.fused.rotation import with_positions, with_positions_twice
-from sympow.ops.packed import borders, check_borders, empty, of_no_tokens, packed
+from sympow.ops.packed import borders, check_borders, checked_on_cpu, empty, of_no_tokens, packed
 from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState, Rotation
 
 State = TypeVar("State", bound=PowerState | DecodingState)
@@ -122,8 +122,7 @@ def power_attention(
     if cu_seqlens is not None:
         check_borders(cu_seqlens, q.shape[0])
         sequences = len(cu_seqlens) - 1
-        if cu_seqlens.device.type == "cpu":
-            borders(cu_seqlens, q.shape[1])
+        cu_seqlens = checked_on_cpu(cu_seqlens, q.shape[1])
     check_state(initial_state, sequences, k, v, p)
     if 0 in q.shape[:2]:
         return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
@@ -261,6 +260,9 @@ class Eager:
             q, k = with_positions(q, k, rotation)
         if cu_seqlens is None:
             return self._row(q, k, v, log_g, state, **options)
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            options.pop("context_group")  # check_context refuses one with cu_seqlens
+            return eager_operators.chunked(q, k, v, log_g, state, cu_seqlens, **options)
         return packed(self._row, q, k, v, log_g, state, borders(cu_seqlens, q.shape[1]), **options)
 
     def _row(self, q, k, v, log_g, state, *, context_group=None, **options):

@@ -1,4 +1,4 @@
-"""Calls that have no values to read: fake tensors and torch.export, of the op, its step, the layer and the model."""
+"""Calls that have no values to read: fake tensors, torch.export and torch.compile, of the op, layers and models."""
 
 import pytest
 import torch
@@ -7,10 +7,20 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 
-from sympow.layers import HybridHeads, LinearAttention, PowerAttention, PowerDeltaAttention, WindowAttention
+from sympow.layers import (
+    HybridHeads,
+    LinearAttention,
+    PowerAttention,
+    PowerDeltaAttention,
+    ShortConvolution,
+    SoftmaxAttention,
+    WindowAttention,
+)
 from sympow.layers.attention import BLOCK
+from sympow.layers.registry import make_mixer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, preset
 from sympow.ops import PowerState, Rotation, power_attention, power_attention_step
+from sympow.ops.delta_rule import power_delta_rule
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.rotary import rotary_positions
 
@@ -112,9 +122,11 @@ MIXERS = [
 ]
 
 
-def values_and_gradients(module: nn.Module, x: torch.Tensor, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+def values_and_gradients(
+    module: nn.Module, x: torch.Tensor, weights: list[nn.Parameter], **more: torch.Tensor
+) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
-    y = module(x)
+    y = module(x, **more)
     rows = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     return [y.detach(), *torch.autograd.grad((y * rows).sum(), [x, *weights])]
 
@@ -173,6 +185,189 @@ def test_training_of_several_layers_needs_few_graphs(layer):
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
     assert counters["stats"]["unique_graphs"] <= (2 if layer.options.get("window") else 1)
     assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+DOCUMENTS = [3, 5, 2, 9, 1, 4, 7, 3, 6, 12, 2, 1, 8, 4, 5, 6, 3, 10, 4, 2]  # of 20 packed batches of a user
+PACKED = [
+    (PowerAttention, {}),
+    (PowerAttention, {"p": 4, "gate": False, "n_kv_heads": 1, "rotation": "data"}),
+    (PowerDeltaAttention, {}),
+    (SoftmaxAttention, {}),
+    (SoftmaxAttention, {"gate": True, "n_kv_heads": 1}),
+    (WindowAttention, {"window": 20, "gate": True}),
+    (HybridHeads, {"window": 20}),
+    (ShortConvolution, {"mixer": "softmax"}),
+    (LinearAttention, {"feature_map": "taylor"}),
+]
+
+
+def borders(time: int, documents: int, generator: torch.Generator) -> torch.Tensor:
+    """Draws cu_seqlens int32 [N + 1]; some documents are empty."""
+    inner = torch.randint(time + 1, (documents - 1,), generator=generator).sort().values
+    return torch.cat([torch.tensor([0]), inner, torch.tensor([time])]).int()
+
+
+@pytest.mark.parametrize(("layer", "more"), PACKED, ids=str)
+def test_20_packed_batches_need_few_graphs(layer, more):
+    """One for the first batch, one for other numbers of documents, and one for other totals of tokens."""
+    mixer, generator = layer(8, 2, **more).double(), torch.Generator().manual_seed(0)
+    weights = list(mixer.parameters())
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
+    for i, documents in enumerate(DOCUMENTS):
+        time = 50 if i < 10 else 20 + 7 * i
+        x = torch.randn(1, time, 8, dtype=torch.float64, generator=generator)
+        packing = {"cu_seqlens": borders(time, documents, generator)}
+        found, expected = (values_and_gradients(call, x, weights, **packing) for call in (compiled, mixer))
+        torch.testing.assert_close(found, expected)
+        assert counters["stats"]["unique_graphs"] <= (2 if i < 10 else 3)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "h3"])
+def test_documents_of_other_layers_make_no_graphs(name):
+    """Their functions of a document read weights. They run beside the graphs, uncompiled."""
+    mixer, generator = make_mixer(name, 8, 2, {}), torch.Generator().manual_seed(0)
+    weights = list(mixer.parameters())
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(mixer, backend="aot_eager")
+    for documents in DOCUMENTS[:8]:
+        x = torch.randn(1, 50, 8, generator=generator)
+        packing = {"cu_seqlens": borders(50, documents, generator)}
+        found, expected = (values_and_gradients(call, x, weights, **packing) for call in (compiled, mixer))
+        torch.testing.assert_close(found, expected)
+    assert counters["stats"]["unique_graphs"] <= 3
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_training_on_packed_batches_needs_few_graphs(layer):
+    """With blocks compiled one by one, as a run compiles them: two blocks share their graphs."""
+    config = ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(layer,))
+    models = [LanguageModel(config, seed=0) for _ in range(2)]
+    torch.compiler.reset()
+    counters.clear()
+    models[0].compile_parts(backend="aot_eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    for documents in DOCUMENTS[:3]:
+        tokens, cu_seqlens = torch.randint(11, (1, 50), generator=generator), borders(50, documents, generator)
+        losses = [model(tokens, cu_seqlens=cu_seqlens).square().sum() for model in models]
+        pairs = zip(losses, models, strict=True)
+        gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss, model in pairs]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] <= 3  # two of the blocks, and the last norm
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
+def test_20_packed_batches_of_a_model_need_few_graphs(options):
+    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),)), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", **options)
+    with torch.no_grad():
+        for documents in DOCUMENTS:
+            tokens, cu_seqlens = torch.randint(11, (1, 50), generator=generator), borders(50, documents, generator)
+            torch.testing.assert_close(compiled(tokens, cu_seqlens=cu_seqlens), model(tokens, cu_seqlens=cu_seqlens))
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layer", [SoftmaxAttention, WindowAttention], ids=lambda layer: layer.__name__)
+def test_packed_documents_under_autocast_in_a_graph(layer):
+    """An operator sees no autocast, which makes the products of attention ones in bfloat16."""
+    mixer = layer(16, 2, **({"window": 8} if layer is WindowAttention else {}))
+    x, cu_seqlens = torch.randn(1, 40, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 7, 40])
+    q, k, v = (part.float() for part in mixer.rotated_heads(x))
+    mixer.rotated_heads = lambda x: (q, k, v)  # wider than a projection makes them
+    torch.compiler.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (
+            call(x, cu_seqlens) for call in (torch.compile(mixer.mix, backend="aot_eager", fullgraph=True), mixer.mix)
+        )
+    assert found.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 11], [1, 5, 12], [0, 9, 5, 12]], ids=str)
+@pytest.mark.parametrize("call", [
+    lambda x, ends: power_attention(x, x, x, cu_seqlens=ends).out,
+    lambda x, ends: power_delta_rule(x, x, x, x[..., 0].sigmoid(), cu_seqlens=ends).out,
+    lambda x, ends: SOFTMAX(x.flatten(2), cu_seqlens=ends),
+    lambda x, ends: CONVOLUTION(x.flatten(2), cu_seqlens=ends),
+], ids=["power", "power_delta", "softmax", "convolution"])  # fmt: skip
+def test_borders_are_checked_in_compiled_code(call, ends):
+    torch.compiler.reset()
+    compiled, x = torch.compile(call, backend="aot_eager", fullgraph=True), torch.ones(1, T, 2, 4)
+    compiled(x, torch.tensor([0, 2, T]))
+    with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0 to T = 12 without falling; got"):
+        compiled(x, torch.tensor(ends))
+    torch.compiler.reset()
+
+
+SOFTMAX, CONVOLUTION = SoftmaxAttention(8, 2), ShortConvolution(8, 2)
+
+
+class PackedWithStates(nn.Module):
+    """A call of packed documents with states before and after."""
+
+    def forward(self, q, k, v, log_g, s, z, cu_seqlens):
+        state = PowerState(s, z, 2, q.shape[3])
+        out, state = power_attention(
+            q, k, v, log_g, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, chunk_size=8
+        )
+        return out, state.s, state.z
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)], ids=str)
+def test_states_of_packed_documents_in_a_graph_have_their_gradients(used):
+    """Also those of documents without tokens, which stay as they were."""
+    torch.compiler.reset()
+    compiled = torch.compile(PackedWithStates(), backend="aot_eager", dynamic=True, fullgraph=True)
+    for ends in ([0, 5, 5, 40], [0, 0, 30, 33, 40, 40]):
+        n = len(ends) - 1
+        tensors = [*inputs(4, 40), torch.rand(n, H, spow_dim(4, 2), V, generator=torch.Generator().manual_seed(1))]
+        tensors.append(2 * torch.ones(n, H, spow_dim(4, 2)))
+        found = []
+        for call in (compiled, PackedWithStates()):
+            leaves = [x.double().requires_grad_() for x in tensors]
+            results = call(*leaves, torch.tensor(ends))
+            grads = torch.autograd.grad(sum(results[i].sin().sum() for i in used), leaves, allow_unused=True)
+            found.append([*(x.detach() for x in results), *(torch.zeros(()) if g is None else g for g in grads)])
+        for own, expected in zip(*found, strict=True):
+            torch.testing.assert_close(own, expected.expand_as(own).to(own.dtype))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("op", [power_attention, power_delta_rule], ids=lambda op: op.__name__)
+def test_kernels_of_packed_documents_need_few_graphs(op):
+    pytest.importorskip("triton", reason="needs triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator, beta = torch.Generator().manual_seed(0), op is power_delta_rule
+
+    def call(q, k, v, log_g, cu_seqlens):
+        given = (q, k, v, log_g.exp(), log_g) if beta else (q, k, v, log_g)
+        return op(*given, cu_seqlens=cu_seqlens, impl="triton").out
+
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for time, documents in ((40, 3), (40, 5), (40, 1), (33, 9)):
+        leaves = [x.to(device).requires_grad_() for x in inputs(16, time)]
+        leaves[2] = leaves[2].detach().repeat(1, 1, 1, 6)[..., :16].requires_grad_()
+        cu_seqlens = borders(time, documents, generator).to(device)
+        found, expected = (
+            [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+            for y in (compiled(*leaves, cu_seqlens), call(*leaves, cu_seqlens))
+        )
+        torch.testing.assert_close(found, expected)
+    assert counters["stats"]["unique_graphs"] <= 3
     torch.compiler.reset()
 
 

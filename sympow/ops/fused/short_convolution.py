@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
 from sympow.ops.convolution import causal_convolution
-from sympow.ops.packed import borders, check_borders, document_starts
+from sympow.ops.packed import check_borders, checked_on_cpu, document_starts
 from sympow.ops.runtime.launcher import cast, ceil_div, jit, launch, next_power_of_2, operator
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def short_convolution(
     first = None
     if cu_seqlens is not None:
         check_borders(cu_seqlens, x.shape[0])
-        if cu_seqlens.device.type == "cpu":
-            borders(cu_seqlens, x.shape[1])
-        first = document_starts(cu_seqlens.to(x.device), x.shape[1])
+        first = document_starts(checked_on_cpu(cu_seqlens, x.shape[1]).to(x.device), x.shape[1])
     few = weight.shape[1] <= MOST_TAPS
     if few and has_kernels(x.device, x.dtype):
         y = fused_short_convolution(x, weight, bias, first)
