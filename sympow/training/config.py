@@ -20,8 +20,8 @@ class TrainingConfig:
 
     Attributes:
         context: tokens in a row.
-        short_context: rows are cut into rows of so many tokens in the first steps, the first `short_share` of all: the
-            same tokens, so that a model learns from what is near before it reads whole rows. None: in no step.
+        short_context: rows are cut into rows of so many tokens in the first steps, the first `short_share` of all. A
+            step has the same tokens as without. None: in no step.
         short_share: the share of steps with short rows, above 0 and at most 1; 0 without `short_context`.
         batch_size: rows in one optimizer step.
         micro_batch_size: rows in one forward and backward pass; None: all of `batch_size`.

@@ -146,20 +146,24 @@ def test_20_lengths_need_few_graphs(layer, more, options):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
-def test_20_lengths_of_a_model_need_few_graphs(options):
+def assert_few_graphs(options, batches):
+    """Compares a compiled model of two layers with the same model on `batches`, each tokens and cu_seqlens."""
     model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),)), seed=0)
-    generator = torch.Generator().manual_seed(0)
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(model, backend="aot_eager", **options)
     with torch.no_grad():
-        for time in LENGTHS:
-            tokens = torch.randint(11, (1, time), generator=generator)
-            torch.testing.assert_close(compiled(tokens), model(tokens))
+        for tokens, cu_seqlens in batches:
+            torch.testing.assert_close(compiled(tokens, cu_seqlens=cu_seqlens), model(tokens, cu_seqlens=cu_seqlens))
     assert counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"]
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
+def test_20_lengths_of_a_model_need_few_graphs(options):
+    generator = torch.Generator().manual_seed(0)
+    assert_few_graphs(options, [(torch.randint(11, (1, time), generator=generator), None) for time in LENGTHS])
 
 
 LAYERS = [
@@ -264,18 +268,9 @@ def test_training_on_packed_batches_needs_few_graphs(layer):
 
 @pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
 def test_20_packed_batches_of_a_model_need_few_graphs(options):
-    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),)), seed=0)
     generator = torch.Generator().manual_seed(0)
-    torch.compiler.reset()
-    counters.clear()
-    compiled = torch.compile(model, backend="aot_eager", **options)
-    with torch.no_grad():
-        for documents in DOCUMENTS:
-            tokens, cu_seqlens = torch.randint(11, (1, 50), generator=generator), borders(50, documents, generator)
-            torch.testing.assert_close(compiled(tokens, cu_seqlens=cu_seqlens), model(tokens, cu_seqlens=cu_seqlens))
-    assert counters["stats"]["unique_graphs"] <= 2
-    assert not counters["graph_break"]
-    torch.compiler.reset()
+    rows = [torch.randint(11, (1, 50), generator=generator) for _ in DOCUMENTS]
+    assert_few_graphs(options, zip(rows, (borders(50, n, generator) for n in DOCUMENTS), strict=True))
 
 
 @pytest.mark.parametrize("layer", [SoftmaxAttention, WindowAttention], ids=lambda layer: layer.__name__)
