@@ -26,26 +26,31 @@ STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read togethe
 
 
 def output(
-    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool
-) -> tuple[Tensor, Tensor]:
+    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool,
+    row_states: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`, from the
-    states before each chunk. `init` tells that the first of them is not zero."""
+    states before each chunk. `init` tells that the first of them is not zero.
+
+    row_states: states from the first of a row to that of the next one, if more than its chunks."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
     out = plan.new(*q.shape[:3], plan.V, dtype=torch.float32 if wide else plan.dtype)
     norm = plan.new_rows(plan.H if normalize else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
     tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
-    launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide), plan.config.output
+    row_states = row_states or plan.row_chunks
+    launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide, row_states), plan.config.output
     if plan.variant != "plain":
         s, z, size = out if s is None else s, out if z is None else z, plan.hopper_launches.output
     launch(**tensors, s=s, z=z, **call.sequences(size.block))
     return out, norm
 
 
-def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
+def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool, row_states: int) -> Launcher:
     size, (prefixes, weights, *_) = plan.config.output, plan.tables
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "out_scale": plan.out_scale, "eps": eps}
+    numbers |= {"row_states": row_states}
     constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "PACKED": plan.layout.packed}
     constants |= {"NORMALIZE": normalize, "STATES": plan.has_rows(init), "INIT": init}
     tables = {"prefixes": prefixes, "weights": weights}
@@ -53,12 +58,12 @@ def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> 
     return Launcher(plain_output.output_pass, grid, numbers | constants | tables | size.options)
 
 
-def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
+def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool, row_states: int) -> Launcher:
     size = plan.hopper_launches.output
     levels: tuple = plan.levels.shape if plan.variant == "levels" else ()
     prefixes, weights = plan.tables[1:3] if levels else (None, None)
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
-    numbers |= {"out_scale": plan.out_scale, "eps": eps}
+    numbers |= {"out_scale": plan.out_scale, "eps": eps, "row_states": row_states}
     constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.has_rows(init), "INIT": init} | plan.early(after=plan.gated)
@@ -108,13 +113,16 @@ def new_products(call: Call, z: bool) -> Tensor:
 def states(
     call: Call, s_init: Tensor | None, z_init: Tensor | None, ends: tuple[Tensor, Tensor] | None, z: bool,
     gradient: tuple[Tensor, Tensor, Tensor] | None = None, room: tuple[Tensor, Tensor] | None = None,
-    forward: ForwardStates | None = None,
+    forward: ForwardStates | None = None, after: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, in `room` if that is given.
     The last ones are written to `ends`.
 
     If `gradient` is given, (dout, factor, delta), the pass runs in reverse and computes the gradients of the states. S
     and Z of `forward` may be `room`; the gradients then replace them, unless rows are divided into segments.
+
+    If `after` is given, every row is one chunk, and S is that after it (before it, in reverse), at every `after`-th
+    state of the memory that begins at `room`. Z is not written then.
     """
     plan = call.plan
     segments, reverse = plan.once(_segments, z), gradient is not None
@@ -122,13 +130,13 @@ def states(
     # `join` multiplies the states of the forward with those of whole rows, so it must not find them replaced.
     s, zs = new_states(call, z) if room is None or (divided and forward is not None) else room
     if not divided:
-        _state_pass(call, s, zs, s_init, z_init, ends, z, gradient, forward)
+        _state_pass(call, s, zs, s_init, z_init, ends, z, gradient, forward, after)
         return s, zs
     finals, own = new_ends(call, z, segments.count), forward
     if forward is not None:
         shape = (*forward.products.shape[:2], _state_programs(plan, z))
         own = forward._replace(products=torch.zeros(shape, device=plan.device, dtype=torch.float64))
-    _state_pass(call, s, zs, None, None, finals, z, gradient, own)
+    _state_pass(call, s, zs, None, None, finals, z, gradient, own, None)
     if forward is not None and own is not None:
         forward.products[..., 0] = own.products.sum(2)
     (s_end, z_end), (s_other, z_other, products) = ends or (None, None), forward or (None, None, None)
@@ -151,7 +159,7 @@ def _join(plan: Plan, z: bool, *given: bool) -> Launcher:
 def _state_pass(
     call: Call, s: Tensor, zs: Tensor, s_init: Tensor | None, z_init: Tensor | None,
     ends: tuple[Tensor, Tensor] | None, z: bool, gradient: tuple[Tensor, Tensor, Tensor] | None,
-    forward: ForwardStates | None,
+    forward: ForwardStates | None, after: int | None,
 ) -> None:  # fmt: skip
     """Computes what `states` returns into s and zs, for segments instead of rows if rows are divided."""
     plan = call.plan
@@ -171,7 +179,7 @@ def _state_pass(
     tensors: dict[str, Tensor | None] = {"xt": xt, "y": y, "sums": call.gate.sums}
     tensors |= {"s_out": s, "s_init": s_init, "s_final": s_final}
     tensors |= {"starts": starts, "chunk_starts": chunk_starts}
-    launch = plan.once(STATES[plan.variant], reverse, init, final, z)
+    launch = plan.once(STATES[plan.variant], reverse, init, final, z, after)
     if plan.variant == "levels":  # whose rows have the transposed keys, and which have no Z
         launch(**tensors)
         return
@@ -212,13 +220,15 @@ def _weigh(plan: Plan, reverse: bool, z: bool) -> Launcher:
 
 
 def _state_arguments(
-    plan: Plan, reverse: bool, init: bool, final: bool, z: bool
+    plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the numbers and constants that all state passes take. Segments are documents to them."""
     segments = plan.once(_segments, z)
     numbers = plan.sequences() | {"G": plan.G, "stride": weighed_shape(plan, reverse, z)[1]}
+    numbers |= {"row_states": after or plan.row_chunks}
     packed = plan.layout.packed or segments.count > 1
     constants = {"R": plan.R if reverse else 1, "REVERSE": reverse, "PACKED": packed, "INIT": init}
+    constants |= {"AFTER": after is not None}
     return numbers, constants | {"FINAL": final, "ALIGN": _weigh_block(plan), "CHUNK": plan.chunk, "GATED": plan.gated}
 
 
@@ -263,18 +273,18 @@ def _programs_of_tiles(plan: Plan, z: bool, tiles: int) -> int:
     return programs + (ceil_div(counts["upper"], tiles * max(1, least // narrow)) if counts["upper"] else 0)
 
 
-def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None) -> Launcher:
     size = plan.config.state
-    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z, after)
     numbers |= _sources(plan, reverse) | plan.counts()
     constants = plan.dims() | constants | {"TILES": _state_tiles(plan, z), "STEP": size.step, "Z": z}
     arguments = numbers | constants | {"prefixes": plan.tables[0]} | size.options
     return Launcher(plain_states.state_pass, _state_grid(plan, _state_programs(plan, z), z), arguments)
 
 
-def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None) -> Launcher:
     size = plan.hopper_launches.state
-    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z, after)
     constants |= {"K": plan.K, "V": plan.V, "PARTS": plan.parts, "TILES": _state_tiles(plan, z)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     if constants["TILES"] == 2 and plan.K <= 64:
@@ -283,10 +293,10 @@ def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     return Launcher(hopper_states.state_pass, grid, numbers | _sources(plan, reverse) | constants)
 
 
-def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None) -> Launcher:
     size, levels = plan.hopper_launches.state, plan.levels.shape
     tiles = _most_tiles(plan)
-    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z, after)
     sources = _sources(plan, reverse)
     numbers |= {"y_st": sources["y_st"], "y_sh": sources["y_sh"]}
     constants |= {"K": plan.K, "V": plan.V, "P": plan.p, "LEVELS": levels, "TILES": tiles}

@@ -117,7 +117,7 @@ def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
         for log_g in (gates, None):
             out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, 512, False))
             out.backward(torch.empty_like(out))
-    own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
+    own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta_kernels"]
     return own + [launch for launch in recorded if launch[1].get("reach") is not None]  # the reads of states
 
 

@@ -26,6 +26,7 @@ LONG = {
     "no gate": (DeltaCase(B=1, T=400, H=2, G=1, K=4, V=5, gate=False, state=True), 320),
     "resets": (DeltaCase(B=1, T=800, H=1, G=1, K=4, V=3, state=True, resets=True), 320),
     "V 70": (DeltaCase(B=1, T=280, H=1, G=1, K=3, V=70, return_state=False), None),
+    "rows in parts": (DeltaCase(B=3, T=200, H=2, G=1, K=4, V=5, state=True), 64),
     "many groups": (DeltaCase(B=1, T=1090, H=1, G=1, K=3, V=3, resets=True, return_state=False), None),
 }
 LARGE = {
