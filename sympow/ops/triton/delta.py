@@ -31,6 +31,7 @@ from sympow.ops.types import PowerState
 
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 1024  # tokens of a chunk of rows that need more than one
+_JOINED = 4  # the most groups of a chunk that one launch solves
 _ALONE = 4096  # the longest row that is one chunk, without states
 _CORRECTIONS = {"num_warps": 1}  # options of the launch of `block_corrections`
 _ROWS = 64  # rows of a program that adds up the gradients of keys
@@ -292,9 +293,11 @@ class _Chunks:
         recent = torch.empty(self.batch, count, *source.shape[2:], device=source.device, dtype=self.dtype)
         size, one = self.group_launch, self.solve_launch
         groups = range(0, count, one.block)
+        joined = 1 < len(groups) <= _JOINED and self.key_dim <= 64  # a wider K has no registers for it
         numbers = {"T": self.time, "count": count, "G": self.groups}
         constants: dict[str, Any] = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p}
         constants |= {"SPAN": one.block, "GATED": self.sums is not None, "LATER": later, "PRECISION": self._precision}
+        constants |= {"ROWS": size.block, "STEP": size.step, "STAGES": size.stages}
         # What begins at the chunk is a view, because every number of an argument makes a launcher of its own.
         first = span.start
         sums = None if self.sums is None else self.sums[:, :, first:]
@@ -307,16 +310,15 @@ class _Chunks:
         more_own |= {"recent": recent if more else None, "dbeta": None}
         more_own |= {name: x[..., first:, :] if name == "dbeta" else x[:, first:] for name, x in tensors.items()}
         grid = (self.batch, self.groups)
-        launched = {"BLOCK": BLOCK, "WIDTH": min(one.step, self.columns)} | one.options
-        tiles = {"ROWS": size.block, "STEP": size.step} | size.options | self.limit
+        launched = {"BLOCK": BLOCK, "WIDTH": min(one.step, self.columns), "JOINED": joined} | one.options
         ordered = groups[::-1] if later else groups
-        for group in ordered:
+        for group in ordered[:1] if joined else ordered:
             alone = group == ordered[0]
             own_numbers = {"group": group} | numbers | constants
             if not alone:
                 programs = (one.block // size.block, *grid)
-                launch_kernel(groups_pass, programs, own_numbers | tiles, **own)
-            arguments = own_numbers | {"ALONE": alone} | launched
+                launch_kernel(groups_pass, programs, own_numbers | size.options | self.limit, **own)
+            arguments = own_numbers | {"groups": len(groups), "ALONE": alone} | launched
             launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own)
         return recent if more else None
 

@@ -172,47 +172,33 @@ def _near_end(j, count, SPAN: tl.constexpr, LATER: tl.constexpr):
 
 
 @triton.jit
-def groups_pass(
-    k, source, read, sums, faded, target, T, count, group, G,
+def _from_groups(
+    k, source, read, high, low, faded, target, n, T, count, group, b, g, G, c,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes target, float32 [B, G, SPAN, COLUMNS], for the group of SPAN tokens that begins at token `group`.
-
-    That is what `_source` returns, less what the updates of earlier groups return; if LATER, less what the gradients of
-    the values of later groups say of the updates. Tensors of all tokens begin with the chunk, which has `count` tokens.
-    faded [B, G, groups SPAN, COLUMNS] has these updates, decayed to the end of their own group, or these gradients,
-    decayed to the start of it. Grid: tiles of ROWS tokens of the group, rows, G.
-    """
-    b = tl.cast(tl.program_id(1), tl.int64)
-    g = tl.cast(tl.program_id(2), tl.int64)
-    batch = tl.cast(tl.num_programs(1), tl.int64)
+    """Computes what `groups_pass` does, for channels c and the ROWS tokens from token n of the chunk on."""
     start = b * T
     t = tl.arange(0, ROWS)
     s = tl.arange(0, STEP)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
     channel = tl.arange(0, K)[None, :]
-    n = group + tl.program_id(0) * ROWS
     valid = n + t < count
     row = (start + n) * G + g
     x = tl.load(k + row * K + (t[:, None] * (G * K) + channel), mask=valid[:, None], other=0.0)
     groups = tl.cdiv(count, SPAN)
     faded += (b * G + g) * groups * (SPAN * COLUMNS)
-    high = sums
-    low = sums
     begin = group * 0
     end = group // SPAN
     if LATER:
         begin = end + 1
         end = groups
     if GATED:
-        high += g * batch * T + start
-        low = high + G * batch * T
         # From j to i everything decays in three parts: from j to the end of its group, then to the first token of the
         # group of i, then to i. The second part is one number for two groups. If LATER, the other way round.
         border = group
         if LATER:
-            border = group + SPAN - 1
+            border = tl.minimum(group + (SPAN - 1), count - 1)
         gone = group * 0  # groups of which nothing is left at the border
         for i in range(begin, end, 32):
             other = i + tl.arange(0, 32)
@@ -230,8 +216,8 @@ def groups_pass(
         near = _near_end(begin * SPAN, count, SPAN, LATER)
         high_j = tl.load(high + near)
         low_j = tl.load(low + near)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for j in range(begin * SPAN, tl.minimum(end * SPAN, count), STEP):
+    acc = tl.zeros([ROWS, c.shape[1]], tl.float32)
+    for j in tl.range(begin * SPAN, tl.minimum(end * SPAN, count), STEP, num_stages=STAGES):
         keys = k + ((start + j) * G + g) * K + (s * (G * K) + channel)
         if LATER:
             y = tl.load(keys, mask=j + s < count, other=0.0)
@@ -257,8 +243,38 @@ def groups_pass(
             acc *= _decay(high_b, low_b, high_n, low_n)[:, None]
     local = (b * count + n) * G + g
     acc = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER) - acc
-    target += ((b * G + g) * SPAN + tl.program_id(0) * ROWS) * COLUMNS
+    target += ((b * G + g) * SPAN + n - group) * COLUMNS
     tl.store(target + (t[:, None] * COLUMNS + c), acc)
+
+
+@triton.jit
+def groups_pass(
+    k, source, read, sums, faded, target, T, count, group, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes target, float32 [B, G, SPAN, COLUMNS], for the group of SPAN tokens that begins at token `group`.
+
+    That is what `_source` returns, less what the updates of earlier groups return; if LATER, less what the gradients of
+    the values of later groups say of the updates. Tensors of all tokens begin with the chunk, which has `count` tokens.
+    faded [B, G, groups SPAN, COLUMNS] has these updates, decayed to the end of their own group, or these gradients,
+    decayed to the start of it. Grid: tiles of ROWS tokens of the group, rows, G.
+    """
+    b = tl.cast(tl.program_id(1), tl.int64)
+    g = tl.cast(tl.program_id(2), tl.int64)
+    high = sums
+    low = sums
+    if GATED:
+        batch = tl.cast(tl.num_programs(1), tl.int64)
+        high += g * batch * T + b * T
+        low = high + G * batch * T
+    c = tl.arange(0, COLUMNS)[None, :]
+    n = group + tl.program_id(0) * ROWS
+    _from_groups(
+        k, source, read, high, low, faded, target, n, T, count, group, b, g, G, c,
+        K, V, COLUMNS, P, SPAN, ROWS, STEP, STAGES, GATED, LATER, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -284,31 +300,15 @@ def _block(
 
 
 @triton.jit
-def solve_pass(
-    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, group, G,
+def _solve_group(
+    k, beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count, group, b, g,
+    G, c,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    WIDTH: tl.constexpr, GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes errors and update = beta errors, [B, T, G, V], for the group of SPAN tokens that begins at `group`.
-
-    If LATER, it computes the gradients of the values, in place of update, and the part of each program in dbeta,
-    [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
-    what `_source` returns; otherwise from target, see `groups_pass`. If they are not None, `recent` [B, count, G, V]
-    gets a copy of update, and faded what `groups_pass` reads of it. Tensors begin with the chunk, as in that pass.
-    Grid: rows, G, parts of WIDTH channels.
-
-    Blocks of the group are solved one after another, the last one first if LATER.
-    """
-    b = tl.cast(tl.program_id(0), tl.int64)
-    g = tl.cast(tl.program_id(1), tl.int64)
-    high = sums
-    low = sums
-    if GATED:
-        batch = tl.cast(tl.num_programs(0), tl.int64)
-        high += g * batch * T + b * T
-        low = high + G * batch * T
+    """Solves one group for channels c, see `solve_pass`. ALONE: the group starts from what `_source` returns; otherwise
+    from target, see `groups_pass`."""
     t = tl.arange(0, BLOCK)
-    c = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
     BLOCKS: tl.constexpr = SPAN // BLOCK
     last = tl.minimum(group + SPAN, count) - 1
     keys = ()
@@ -343,7 +343,7 @@ def solve_pass(
             low_n = tl.load(low + n + t, mask=valid, other=0.0)
             to_front = _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)
             to_back = _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))
-        found = tl.zeros([BLOCK, WIDTH], tl.float32)
+        found = tl.zeros([BLOCK, c.shape[1]], tl.float32)
         for j in tl.static_range(m):
             w = power_of(tl.dot(x, tl.trans(keys[j]), input_precision=PRECISION), P)
             if GATED:
@@ -394,6 +394,56 @@ def solve_pass(
                     u *= _decay(high_n, low_n, tl.load(high + last), tl.load(low + last))[:, None]
             at = ((b * G + g) * tl.cdiv(count, SPAN) * SPAN + n) * COLUMNS
             tl.store(faded + at + (t[:, None] * COLUMNS + c), u.to(faded.dtype.element_ty))
+
+
+@triton.jit
+def solve_pass(
+    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, group, groups, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    LATER: tl.constexpr, ALONE: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes errors and update = beta errors, [B, T, G, V], for groups of SPAN tokens, the first of which begins at
+    `group`: one group, or if JOINED all `groups` of the chunk one after another, the last one first if LATER.
+
+    If LATER, it computes the gradients of the values, in place of update, and the part of each program in dbeta,
+    [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
+    what `_source` returns; otherwise from target, see `groups_pass`, whose work the program does itself if JOINED. If
+    they are not None, `recent` [B, count, G, V] gets a copy of update, and faded what `groups_pass` reads of it.
+    Tensors begin with the chunk, as in that pass. Grid: rows, G, parts of WIDTH channels.
+
+    Blocks of a group are solved one after another, the last one first if LATER.
+    """
+    b = tl.cast(tl.program_id(0), tl.int64)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    high = sums
+    low = sums
+    if GATED:
+        batch = tl.cast(tl.num_programs(0), tl.int64)
+        high += g * batch * T + b * T
+        low = high + G * batch * T
+    c = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if JOINED:
+        for i in tl.range(groups, disable_licm=True):
+            here = group + i * SPAN
+            if LATER:
+                here = group - i * SPAN
+            for n in tl.range(here, here + SPAN, ROWS, disable_licm=True):
+                _from_groups(
+                    k, source, read, high, low, faded, target, n, T, count, here, b, g, G, c,
+                    K, V, COLUMNS, P, SPAN, ROWS, STEP, STAGES, GATED, LATER, PRECISION,
+                )  # fmt: skip
+            tl.debug_barrier()  # other threads have written what is read now
+            _solve_group(
+                k, beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
+                here, b, g, G, c, K, V, COLUMNS, P, BLOCK, SPAN, GATED, LATER, False, PRECISION,
+            )  # fmt: skip
+            tl.debug_barrier()
+    else:
+        _solve_group(
+            k, beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
+            group, b, g, G, c, K, V, COLUMNS, P, BLOCK, SPAN, GATED, LATER, ALONE, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
