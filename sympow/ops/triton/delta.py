@@ -49,6 +49,15 @@ class _States(NamedTuple):
     last: Tensor | None  # behind the last chunk, float32 [B, G, rows, V]; None unless it is returned
 
 
+class _Kept(NamedTuple):
+    """Holds what two backwards of power attention with the same keys, values and gates share, see `states_again`."""
+
+    s: Tensor
+    z: Tensor
+    gate: Gate
+    chunk: int
+
+
 def solve(
     k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
 ) -> tuple[Tensor, Tensor, _States | None]:
@@ -70,12 +79,13 @@ def solve(
 def solve_gradient(
     k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, du: Tensor, options: DeltaOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of v and beta; see `delta_solve.solve_gradient`."""
-    size, dv = _chunk_size(k, errors, options), torch.empty_like(errors)
+    """Returns the gradients of v, in the memory of du, and of beta; see `delta_solve.solve_gradient`."""
+    size, dv = _chunk_size(k, errors, options), du.contiguous()
     count = ceil_div(k.shape[1], size)
     parts = ceil_div(_columns(errors), _launches(k, errors)[1].step)
     dbeta = torch.empty(parts, *beta.shape, device=beta.device, dtype=beta.dtype)
-    tensors = {"source": du.contiguous(), "errors": errors, "update": dv, "dbeta": dbeta}
+    # A token's gradient is read before that of its value is written.
+    tensors = {"source": dv, "errors": errors, "update": dv, "dbeta": dbeta}
     states = _new_states(k, errors, options.p, size, 1) if count > 1 else None
     _through_chunks(k, errors, beta, log_g, options, size, tensors, states, None, False, later=True)
     return dv, dbeta[0] if parts == 1 else dbeta.sum(0)
@@ -188,24 +198,36 @@ def attend(
 
 def attend_gradient(
     q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, last: Tensor | None, dout: Tensor,
-    dlast: Tensor | None, options: DeltaOptions,
+    dlast: Tensor | None, options: DeltaOptions, kept: _Kept | None = None,
 ) -> DeltaGradients:  # fmt: skip
-    """Returns the gradients of `attend`; see `delta_solve.attend_gradient`."""
+    """Returns the gradients of `attend`; see `delta_solve.attend_gradient`.
+
+    The states before chunks are kept for the next call, unless a last state has a gradient.
+    """
     p, time, has_state = options.p, q.shape[1], state is not None or dlast is not None
-    chunk = options.chunk_size
+    chunk = options.chunk_size if kept is None else kept.chunk
     if chunk is None:
         chunk = power.automatic_chunk_size(q, k, u, log_g, None, p, True, has_state)
     chunk = chunk if chunk < time else time if has_state else 0
-    width = k.shape[3]
+    width, more = k.shape[3], None
     if not chunk:  # the quadratic form takes tiles of whole powers of two
         q, k = power.padded(q), power.padded(k)
     z = None if state is None or p != 2 else state.new_zeros(state.shape[:3])
     dz = None if dlast is None or p != 2 else dlast.new_zeros(dlast.shape[:3])
     empty = u.new_empty(0, dtype=torch.float32)
     result = power.Forward(u, empty, last, None, None, None, None, None)
+    if kept is not None:
+        result = result._replace(s_kept=kept.s, z_kept=kept.z, gate=kept.gate)
+    elif chunk and chunk < time and dlast is None:
+        same = Call(q, k, u, log_g, None, p, 1.0, chunk, _tf32(u.dtype), True)
+        s, zs = power.states_again(same, state, z, False)
+        more = _Kept(s, zs, same.gate, chunk)
+        result = result._replace(s_kept=s, z_kept=zs, gate=same.gate, plan=same.plan)
     call = power.Options(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
-    dq, dk, du, dlog_g, ds, *_ = power.backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
-    return DeltaGradients(dq[..., :width], dk[..., :width], du, dlog_g, ds)
+    dq, dk, du, dlog_g, ds, *_ = power.backward(
+        dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call, kept is not None
+    )  # fmt: skip
+    return DeltaGradients(dq[..., :width], dk[..., :width], du, dlog_g, ds, more)
 
 
 def key_gradient(k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:

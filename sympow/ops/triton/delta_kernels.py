@@ -452,7 +452,7 @@ def key_gradient_pass(
     K: tl.constexpr, V: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [count, K]: first + second + third + 2 P (k . k)**(P - 1) (dv . u) k, for k [count, K] and u and dv
+    """Computes out [count, K]: first - second - third + 2 P (k . k)**(P - 1) (dv . u) k, for k [count, K] and u and dv
     [count, V]. Grid: blocks of BLOCK rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
@@ -466,6 +466,6 @@ def key_gradient_pass(
         own *= power_of(tl.sum(x * x, 1), P - 1)
     acc = 2 * P * own[:, None] * x
     acc += tl.load(first + here, mask=mask, other=0.0).to(tl.float32)
-    acc += tl.load(second + here, mask=mask, other=0.0).to(tl.float32)
-    acc += tl.load(third + here, mask=mask, other=0.0).to(tl.float32)
+    acc -= tl.load(second + here, mask=mask, other=0.0).to(tl.float32)
+    acc -= tl.load(third + here, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + here, acc.to(out.dtype.element_ty), mask=mask)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +70,20 @@ def test_groups_of_blocks(name, dtype):
     case, chunk_size = LONG[name]
     inputs = make_inputs(case, dtype=dtype)
     assert_within_budget(run(case, inputs, "triton", chunk_size), case, inputs)
+
+
+def test_a_chunk_has_few_launches():
+    """One launch solves all groups of a chunk, and the backward computes states in front of chunks once."""
+    case = DeltaCase(B=1, T=600, H=1, G=1, K=4, V=4, return_state=False)
+    inputs = make_inputs(case, dtype=torch.bfloat16)
+    states = mock.patch.object(delta.launch, "states", wraps=delta.launch.states)
+    kernels = mock.patch.object(delta, "launch_kernel", wraps=delta.launch_kernel)
+    with states as computed, kernels as launched:
+        assert_within_budget(run(case, inputs, "triton", 512), case, inputs)
+    solved = [call for call in launched.call_args_list if call.args[0] is delta.solve_pass]
+    assert len(solved) == 2 * 2  # chunks, forward and backward
+    assert not [call for call in launched.call_args_list if call.args[0] is delta.groups_pass]
+    assert computed.call_count == 1 + 1 + 3  # between chunks each way, and states with two kinds of gradients
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
