@@ -9,10 +9,10 @@ attention. So are output and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,20 +20,22 @@ from torch import Tensor
 from sympow.ops import delta_solve
 from sympow.ops.delta_types import DeltaGradients, DeltaOptions
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.runtime.launcher import ceil_div, next_power_of_2, operator, padded_key_dim, processors
+from sympow.ops.runtime.launcher import ceil_div, launcher_of, next_power_of_2, operator, padded_key_dim, processors
 from sympow.ops.runtime.launcher import launch as launch_kernel
 from sympow.ops.triton import adapt as power
 from sympow.ops.triton import launch, plan
 from sympow.ops.triton.delta_kernels import block_corrections, groups_pass, key_gradient_pass, solve_pass
 from sympow.ops.triton.gate import REACH_TILE, gate_sums
-from sympow.ops.triton.plan import SUM_BLOCK, Call, Gate, Launch, Plan, Shapes
+from sympow.ops.triton.plan import SUM_BLOCK, Call, Gate, Launch, Shapes
 from sympow.ops.types import PowerState
 
+T = TypeVar("T")
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 1024  # tokens of a chunk of rows that need more than one
 _JOINED = 4  # the most groups of a chunk that one launch solves
 _ALONE = 4096  # the longest row that is one chunk, without states
 _CORRECTIONS = {"num_warps": 1}  # options of the launch of `block_corrections`
+_OF_GROUPS = ("k", "source", "read", "sums", "faded", "target")  # tensors that `groups_pass` takes
 _ROWS = 64  # rows of a program that adds up the gradients of keys
 
 
@@ -83,12 +85,12 @@ def solve_gradient(
     size, dv = _chunk_size(k, errors, options), du.contiguous()
     count = ceil_div(k.shape[1], size)
     parts = ceil_div(_columns(errors), _launches(k, errors)[1].step)
-    dbeta = torch.empty(parts, *beta.shape, device=beta.device, dtype=beta.dtype)
+    dbeta = torch.empty(beta.shape[0], parts, *beta.shape[1:], device=beta.device, dtype=beta.dtype)
     # A token's gradient is read before that of its value is written.
     tensors = {"source": dv, "errors": errors, "update": dv, "dbeta": dbeta}
     states = _new_states(k, errors, options.p, size, 1) if count > 1 else None
     _through_chunks(k, errors, beta, log_g, options, size, tensors, states, None, False, later=True)
-    return dv, dbeta[0] if parts == 1 else dbeta.sum(0)
+    return dv, dbeta.sum(1) if parts > 1 else dbeta[:, 0]
 
 
 def _through_chunks(
@@ -114,8 +116,8 @@ def _through_chunks(
         The state behind the last chunk, float32 [B, G, rows, V]; None unless `final`.
     """
     batch, time, groups, _ = k.shape
-    spans = [slice(i, min(i + size, time)) for i in range(0, time, size)]
-    splits = len(spans) > 1 and batch > 1 and 2 * batch * groups >= processors(k.device)
+    count = ceil_div(time, size)
+    splits = count > 1 and batch > 1 and 2 * batch * groups >= processors(k.device)
     rows = [slice(0, batch // 2), slice(batch // 2, batch)] if splits else [slice(0, batch)]
     side = _side_stream(k.device) if splits and k.is_cuda else None
     streams = [None, side][: len(rows)]  # None: the current one
@@ -127,20 +129,20 @@ def _through_chunks(
         side.wait_stream(torch.cuda.current_stream(k.device))
     parts = []
     for own, stream in zip(rows, streams, strict=True):
-        with torch.cuda.stream(stream):
-            gates = None if log_g is None else log_g[own]
-            chunks = _Chunks(k[own], v[own], beta[own], gates, corrections[own], options.p, size, launches)
+        given = {name: x[own] for name, x in tensors.items()}
+        gates = None if log_g is None else log_g[own]
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            chunks = _Chunks(k[own], beta[own], gates, given, corrections[own], options.p, size, launches, later)
             chunks.begin(None if states is None else states[own], None if state is None else state[own])
             parts.append(chunks)
-    ordered = spans[::-1] if later else spans
-    for span in ordered:
-        for own, stream, chunks in zip(rows, streams, parts, strict=True):
-            given = {name: x[:, own] if name == "dbeta" else x[own] for name, x in tensors.items()}
-            more = span != ordered[-1]
-            with torch.cuda.stream(stream):
-                recent = chunks.solve(span, more or final, later, **given)
-                if recent is not None:
-                    chunks.advance(span, recent, more, later)
+    ordered = range(count)[::-1] if later else range(count)
+    for number in ordered:
+        more = number != ordered[-1]
+        for stream, chunks in zip(streams, parts, strict=True):
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                chunks.solve(number, more or final)
+                if more or final:
+                    chunks.advance(number, more)
     if side is not None:
         torch.cuda.current_stream(k.device).wait_stream(side)
     lasts = [x.rows for x in parts if x.rows is not None]
@@ -245,24 +247,29 @@ def key_gradient(k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: i
 class _Chunks:
     """Holds what the chunks of some rows share, and launches the kernels on one chunk after another.
 
+    The launches of a chunk are prepared once. Other chunks change the addresses that differ. So the host takes little
+    time for a chunk, and all chunks use the same memory for what is needed within one.
+
     Args:
-        k: [B, T, G, K]. v: [B, T, G, V], only its shape and dtype are used. beta: [B, T, G]. log_g: [B, T, G], or None.
+        k: [B, T, G, K]. beta: [B, T, G]. log_g: [B, T, G], or None.
+        tensors: other arguments of `solve_pass` for all tokens.
         corrections: receives what `block_corrections` computes, [B, blocks, G, BLOCK, BLOCK].
         p: the power. size: tokens of a chunk.
         launches: of `plan.delta_launches`.
+        later: computes the gradients, from the last chunk on.
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, corrections: Tensor, p: int, size: int,
-        launches: tuple[Launch, Launch],
+        self, k: Tensor, beta: Tensor, log_g: Tensor | None, tensors: dict[str, Tensor], corrections: Tensor, p: int,
+        size: int, launches: tuple[Launch, Launch], later: bool,
     ):  # fmt: skip
-        self.k, self.beta, self.p, self.size = power.padded(k).contiguous(), beta.contiguous(), p, size
-        self.given = k
+        self.k, beta, self.p, self.size, self.later = power.padded(k).contiguous(), beta.contiguous(), p, size, later
+        self.given, values = k, tensors["source"]
         self.batch, self.time, self.groups, self.key_dim = self.k.shape
-        self.value_dim, self.dtype = v.shape[3], v.dtype
-        self.columns = _columns(v)
+        self.value_dim, self.dtype = values.shape[3], tensors["update"].dtype
+        self.columns = _columns(values)
         self.log_g = None if log_g is None else log_g.contiguous()
-        self.sums = None if self.log_g is None else self._sums(self.log_g, self.time, False)
+        sums = None if self.log_g is None else self._sums(self.log_g, self.time, False)
         self.group_launch, self.solve_launch = launches
         # Two programs then fit on an SM.
         self.limit = {"maxnreg": 128} if self.group_launch is plan.HOPPER_DELTA[64][0] else {}
@@ -271,20 +278,29 @@ class _Chunks:
         span, longest = self.solve_launch.block, min(size, self.time)
         self.target = self._new(span, dtype=torch.float32)
         self.faded = self._new(ceil_div(longest, span) * span)
-        self.keys: tuple[slice, Tensor] | None = None
-        self.made: dict[Any, Tensor] = {}
-        self.plans: dict[tuple[int, bool], Plan] = {}
-        self.states = v.new_empty(0)  # see `begin`
+        self.made: dict[Any, Any] = {}
+        self.solutions: dict[tuple, tuple[list, dict]] = {}
+        self.additions: dict[tuple, list[launch.Prepared]] = {}
+        self.states = values.new_empty(0)  # see `begin`
         self.rows: Tensor | None = None  # the state before the next chunk, float32 [B, G, rows, V]
-        self.gates = None if self.log_g is None or size >= self.time else self._gates(self.log_g)
-        self.corrections = corrections.flatten(0, 1)
+        gates = None if self.log_g is None or size >= self.time else self._gates(self.log_g)
+        self.gates = () if gates is None else gates.unbind(0)
         constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision} | _CORRECTIONS
         # Three products of tf32 have nearly all digits of float32, and take less time than its own on Hopper.
         exact = "tf32x3" if self._precision == "tf32" and plan.on_hopper(k.device) else "ieee"
-        grid = (len(self.corrections), self.groups)
+        corrections = corrections.flatten(0, 1)
+        grid = (len(corrections), self.groups)
         numbers = {"T": self.time, "G": self.groups}
         arguments: dict[str, Any] = numbers | constants | {"FULL": exact}
-        launch_kernel(block_corrections, grid, arguments, k=self.k, beta=self.beta, out=self.corrections)
+        launch_kernel(block_corrections, grid, arguments, k=self.k, beta=beta, out=corrections)
+        # What begins at a chunk is a view, because every number of an argument makes a launcher of its own.
+        of_tokens = {"k": self.k, "beta": beta} | {n: x for n, x in tensors.items() if n != "dbeta"}
+        self.views: dict[str, Sequence[Tensor]] = {name: x.split(size, 1) for name, x in of_tokens.items()}
+        if sums is not None:
+            self.views["sums"] = sums.split(size, 2)
+        if "dbeta" in tensors:
+            self.views["dbeta"] = tensors["dbeta"].split(size, 2)
+        self.views["corrections"] = corrections.split(size // BLOCK)
 
     def begin(self, states: Tensor | None, state: Tensor | None) -> None:
         """Takes room for the states before chunks, [B, chunks or 1, G, rows, V], and a public incoming state."""
@@ -295,110 +311,130 @@ class _Chunks:
             self.rows = power.from_public(self._shapes.rows, state, None)[0].float()
             states[:, 0].copy_(self.rows)
 
-    def solve(
-        self, span: slice, more: bool, later: bool, *, source: Tensor, **tensors: Tensor
-    ) -> Tensor | None:  # fmt: skip
-        """Solves the chunk at `span` group by group, from the last one on if `later`; see `solve_pass`.
+    def solve(self, number: int, more: bool) -> None:
+        """Solves a chunk group by group, from the last one on for the gradients; see `solve_pass`.
 
-        Args:
-            span: of the chunk.
-            more: whether `advance` is called next.
-            later: computes the gradients.
-            source: as for `_source`.
-            **tensors: other arguments of `solve_pass`.
-
-        Returns:
-            The updates of the chunk [B, C, G, V], or None unless `more`.
+        more: whether `advance` is called next.
         """
-        count = span.stop - span.start
-        read = None if self.rows is None else self._read(span)
-        recent = torch.empty(self.batch, count, *source.shape[2:], device=source.device, dtype=self.dtype)
+        count, read = self._count(number), None
+        if self.rows is not None or more:
+            first = number * self.size
+            self._once(self._keys, count).copy_(self.given[:, first : first + count])
+        if self.rows is not None:
+            (reader, given), read = self._once(self._reader, count)
+            given["s"] = self._slot(number)
+            reader(**given)
+        recent = self._once(self._recent, count) if more else None
+        key = (count, read is None, recent is None)
+        if key not in self.solutions:
+            self.solutions[key] = self._solution(count, read, recent)
+        launches, given = self.solutions[key]
+        for name, views in self.views.items():
+            given[name] = views[number]
+        of_groups = {name: given[name] for name in _OF_GROUPS} if len(launches) > 1 else {}
+        for launcher, kernel in launches:
+            launcher(**(given if kernel is solve_pass else of_groups))
+
+    def advance(self, number: int, more: bool) -> None:
+        """Computes the state behind a chunk, given the updates of the chunk.
+
+        For the gradients, that is the negative of the gradient of the state before the chunk, given the gradients of
+        the values. If `more`, another chunk follows, which finds a copy in `states`, in the dtype of the values.
+        """
+        count = self._count(number)
+        key = (count, self.rows is None, more)
+        if key not in self.additions:
+            self.additions[key] = self._addition(number, count, more)
+        (weigh, weighed), (add, added) = self.additions[key]
+        if number < len(self.gates):
+            weighed["sums"] = added["sums"] = self.gates[number]
+        end = self._once(self._end, number % 2)
+        added["s_final"] = end
+        if self.rows is not None:
+            added["s_init"] = self.rows
+        if more:
+            added["s_out"] = self._slot(number - 1 if self.later else number + 1)
+        weigh(**weighed)
+        add(**added)
+        self.rows = end
+
+    def _solution(self, count: int, read: Tensor | None, recent: Tensor | None) -> tuple[list, dict]:
+        """Returns the launches of `solve` with their kernels, and their tensors, but those of `views`."""
         size, one = self.group_launch, self.solve_launch
         groups = range(0, count, one.block)
         joined = 1 < len(groups) <= _JOINED and self.key_dim <= 64  # a wider K has no registers for it
         numbers = {"T": self.time, "count": count, "G": self.groups}
         constants: dict[str, Any] = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p}
-        constants |= {"SPAN": one.block, "GATED": self.sums is not None, "LATER": later, "PRECISION": self._precision}
-        constants |= {"ROWS": size.block, "STEP": size.step, "STAGES": size.stages}
-        # What begins at the chunk is a view, because every number of an argument makes a launcher of its own.
-        first = span.start
-        sums = None if self.sums is None else self.sums[:, :, first:]
-        own = {"k": self.k[:, first:], "source": source[:, first:], "read": read, "sums": sums, "target": self.target}
-        own["faded"] = self.faded if len(groups) > 1 else None
-        more_own: dict[str, Tensor | None] = {
-            "beta": self.beta[:, first:],
-            "corrections": self.corrections[first // BLOCK :],
-        }
-        more_own |= {"recent": recent if more else None, "dbeta": None}
-        more_own |= {name: x[..., first:, :] if name == "dbeta" else x[:, first:] for name, x in tensors.items()}
+        constants |= {"SPAN": one.block, "GATED": "sums" in self.views, "LATER": self.later}
+        constants |= {"PRECISION": self._precision, "ROWS": size.block, "STEP": size.step, "STAGES": size.stages}
+        names = dict.fromkeys((*_OF_GROUPS, "beta", "corrections", "errors", "update", "recent", "dbeta"))
+        given: dict[str, Tensor | None] = names | {name: views[0] for name, views in self.views.items()}
+        given |= {"read": read, "target": self.target, "recent": recent}
+        given["faded"] = self.faded if len(groups) > 1 else None
         grid = (self.batch, self.groups)
-        launched = {"BLOCK": BLOCK, "WIDTH": min(one.step, self.columns), "JOINED": joined} | one.options
-        ordered = groups[::-1] if later else groups
+        solving = {"BLOCK": BLOCK, "WIDTH": min(one.step, self.columns), "JOINED": joined} | one.options
+        ordered = groups[::-1] if self.later else groups
+        launches = []
         for group in ordered[:1] if joined else ordered:
             alone = group == ordered[0]
             own_numbers = {"group": group} | numbers | constants
             if not alone:
                 programs = (one.block // size.block, *grid)
-                launch_kernel(groups_pass, programs, own_numbers | size.options | self.limit, **own)
-            arguments = own_numbers | {"groups": len(groups), "ALONE": alone} | launched
-            launch_kernel(solve_pass, (*grid, self.parts), arguments, **own, **more_own)
-        return recent if more else None
+                arguments = own_numbers | size.options | self.limit
+                of_groups = {name: given[name] for name in _OF_GROUPS}
+                launches.append((launcher_of(groups_pass, programs, arguments, of_groups), groups_pass))
+            arguments = own_numbers | {"groups": len(groups), "ALONE": alone} | solving
+            launches.append((launcher_of(solve_pass, (*grid, self.parts), arguments, given), solve_pass))
+        return launches, given
 
-    def advance(self, span: slice, recent: Tensor, more: bool, later: bool) -> None:
-        """Computes the state behind the chunk at `span`, given the updates of the chunk [B, C, G, V].
-
-        If `later`, that is the negative of the gradient of the state before the chunk, given the gradients of the
-        values. If `more`, another chunk follows, which finds a copy in `states`, in the dtype of the values.
-        """
-        number = span.start // self.size
-        full = self.gates is not None and number < len(self.gates)
-        gate = Gate(self.gates[number], None, None) if full and self.gates is not None else None
-        call = self._call(self._keys(span), recent, None if self.log_g is None else self.log_g[:, span], gate)
-        ends = launch.new_ends(call, False)
-        shape = (self.groups, call.plan.layout.tokens)
-        # Without a normalizer, the factors of outputs are 1, and its own gradients are 0.
-        gradient = (recent, self._filled(1, *shape), self._filled(0, *shape)) if later else None
-        room = after = None
-        if more:
-            slot, after = self._slot(number - 1 if later else number + 1)
-            room = (slot, slot.new_empty(0))
-        launch.states(call, self.rows, None, ends, False, gradient, room, after=after)
-        self.rows = ends[0]
-
-    def _read(self, span: slice) -> Tensor:
-        """Returns phi(k) times the state for the chunk at `span`, float32 [B, C, G, V]."""
-        keys = self._keys(span)
-        batch, time, heads, _ = keys.shape
+    def _reader(self, count: int) -> tuple[launch.Prepared, Tensor]:
+        """Returns the launch that computes phi(k) times the state, and its result, float32 [B, C, G, V]."""
+        keys = self._once(self._keys, count)
         # The pass adds the outputs of values within the chunk, which are zeros here. As if a gate left no earlier
         # tiles of keys, it reads only those of a query's own tile.
-        values = self._filled(0, self.value_dim, dtype=self.dtype).expand(batch, time, heads, -1)
-        gate = Gate(values.new_empty(0, dtype=torch.float32), self._tiles(time), None)
-        slot, row_states = self._slot(span.start // self.size)
-        out, _ = launch.output(
-            self._call(keys, values, None, gate), slot, None, True, False, 1.0, True, row_states
+        values = self._filled(0, self.value_dim, dtype=self.dtype).expand(*keys.shape[:3], -1)
+        first = torch.arange(0, count, REACH_TILE.value, device=keys.device, dtype=torch.int32)
+        gate = Gate(values.new_empty(0, dtype=torch.float32), first.repeat(self.groups * self.batch), None)
+        call = Call(keys, keys, values, None, None, self.p, 1.0, count, self._tf32, gate=gate)
+        prepared, out, _ = launch.output_launch(
+            call, self.states[:, 0], None, True, False, 1.0, True, self.states.shape[1]
         )  # fmt: skip
-        return out
+        return prepared, out
 
-    def _slot(self, number: int) -> tuple[Tensor, int]:
-        """Returns the state before a chunk in `states`, [B, G, rows, V], and the number of states of a row there."""
-        count = self.states.shape[1]
-        return self.states[:, number if count > 1 else 0], count
+    def _addition(self, number: int, count: int, more: bool) -> list[launch.Prepared]:
+        """Returns the launches of `advance`, first of the pass that weighs keys."""
+        keys, recent = self._once(self._keys, count), self._once(self._recent, count)
+        gate = Gate(self.gates[number], None, None) if number < len(self.gates) else None
+        first = number * self.size
+        log_g = None if self.log_g is None else self.log_g[:, first : first + count]
+        call = Call(keys, keys, recent, log_g, None, self.p, 1.0, count, self._tf32, gate=gate)
+        shape = (self.groups, call.plan.layout.tokens)
+        # Without a normalizer, the factors of outputs are 1, and its own gradients are 0.
+        gradient = (recent, self._filled(1, *shape), self._filled(0, *shape)) if self.later else None
+        ends = launch.new_ends(call, False)
+        if more:
+            s, z, after = self.states[:, 0], self.states.new_empty(0), self.states.shape[1]
+        else:
+            (s, z), after = launch.new_states(call, False), None
+        return launch.state_launches(call, s, z, self.rows, None, ends, False, gradient, None, after)
 
-    def _call(self, keys: Tensor, values: Tensor, log_g: Tensor | None, gate: Gate | None) -> Call:
-        """Returns a call whose rows are one chunk. Calls with as many tokens share a plan."""
-        time = keys.shape[1]
-        key = (time, values.stride(1) > 0)
-        call = Call(
-            keys, keys, values, log_g, None, self.p, 1.0, time, self._tf32, gate=gate, plan=self.plans.get(key)
-        )  # fmt: skip
-        self.plans[key] = call.plan
-        return call
+    def _keys(self, count: int) -> Tensor:
+        return self.given.new_empty(self.batch, count, *self.given.shape[2:])
 
-    def _keys(self, span: slice) -> Tensor:
-        """Returns the keys of the chunk at `span`, [B, C, G, K]. They are copied once."""
-        if self.keys is None or self.keys[0] != span:
-            self.keys = span, self.given[:, span].contiguous()
-        return self.keys[1]
+    def _recent(self, count: int) -> Tensor:
+        """Returns room for the updates of a chunk, [B, C, G, V]."""
+        return self.states.new_empty(self.batch, count, self.groups, self.value_dim)
+
+    def _end(self, _: int) -> Tensor:
+        """Returns room for a state behind a chunk, float32 [B, G, rows, V]."""
+        return self.states.new_empty(self.batch, *self.states.shape[2:], dtype=torch.float32)
+
+    def _count(self, number: int) -> int:
+        return min(self.size, self.time - number * self.size)
+
+    def _slot(self, number: int) -> Tensor:
+        """Returns the state before a chunk in `states`, [B, G, rows, V]."""
+        return self.states[:, number if self.states.shape[1] > 1 else 0]
 
     def _filled(self, number: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns a tensor of one number, which is made once."""
@@ -407,12 +443,12 @@ class _Chunks:
             self.made[key] = torch.full(shape, float(number), device=self.k.device, dtype=dtype)
         return self.made[key]
 
-    def _tiles(self, time: int) -> Tensor:
-        """Returns for each tile of a chunk its first token, see `gate.gate_sums`. They are made once."""
-        if time not in self.made:
-            first = torch.arange(0, time, REACH_TILE.value, device=self.k.device, dtype=torch.int32)
-            self.made[time] = first.repeat(self.groups * self.batch)
-        return self.made[time]
+    def _once(self, make: Callable[..., T], *arguments: int) -> T:
+        """Returns make(*arguments), which is made once for the same arguments."""
+        key = (make.__name__, *arguments)
+        if key not in self.made:
+            self.made[key] = make(*arguments)
+        return self.made[key]
 
     def _new(self, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
         shape = (self.batch, self.groups, tokens, self.columns)

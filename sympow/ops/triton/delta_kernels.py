@@ -378,8 +378,8 @@ def _solve_group(
                     lefts += (back,)
             updates += (kept.to(update.dtype.element_ty),)
         if LATER:
-            part = tl.cast(tl.program_id(2), tl.int64) * tl.num_programs(0) * T * G
-            tl.store(dbeta + part + row + t * G, tl.sum(acc * error.to(tl.float32), 1), mask=valid)
+            at = ((b * tl.num_programs(2) + tl.program_id(2)) * T + n) * G + g
+            tl.store(dbeta + at + t * G, tl.sum(acc * error.to(tl.float32), 1), mask=valid)
         else:
             tl.store(errors + row * V + place, acc.to(errors.dtype.element_ty), mask=mask)
         tl.store(update + row * V + place, u.to(update.dtype.element_ty), mask=mask)
@@ -407,7 +407,7 @@ def solve_pass(
     `group`: one group, or if JOINED all `groups` of the chunk one after another, the last one first if LATER.
 
     If LATER, it computes the gradients of the values, in place of update, and the part of each program in dbeta,
-    [parts, B, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
+    [B, parts, T, G], given the errors. ALONE: no other group comes before in the solution, and the group starts from
     what `_source` returns; otherwise from target, see `groups_pass`, whose work the program does itself if JOINED. If
     they are not None, `recent` [B, count, G, V] gets a copy of update, and faded what `groups_pass` reads of it.
     Tensors begin with the chunk, as in that pass. Grid: rows, G, parts of WIDTH channels.

@@ -25,25 +25,34 @@ GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's grad
 STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read together, and programs of one state
 
 
-def output(
-    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool,
-    row_states: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`, from the
-    states before each chunk. `init` tells that the first of them is not zero.
+Prepared = tuple[Launcher, dict[str, Tensor | None]]  # a launch and its tensors by name
 
-    row_states: states from the first of a row to that of the next one, if more than its chunks."""
+
+def output(
+    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`, from the
+    states before each chunk. `init` tells that the first of them is not zero."""
+    (launch, tensors), out, norm = output_launch(call, s, z, init, normalize, eps, wide, call.plan.row_chunks)
+    launch(**tensors)
+    return out, norm
+
+
+def output_launch(
+    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool,
+    row_states: int,
+) -> tuple[Prepared, Tensor, Tensor]:  # fmt: skip
+    """Returns the launch of `output`, and its results. row_states: states from the first of a row to that of the next
+    one."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
     out = plan.new(*q.shape[:3], plan.V, dtype=torch.float32 if wide else plan.dtype)
     norm = plan.new_rows(plan.H if normalize else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
     tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
-    row_states = row_states or plan.row_chunks
     launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide, row_states), plan.config.output
     if plan.variant != "plain":
         s, z, size = out if s is None else s, out if z is None else z, plan.hopper_launches.output
-    launch(**tensors, s=s, z=z, **call.sequences(size.block))
-    return out, norm
+    return (launch, {**tensors, "s": s, "z": z, **call.sequences(size.block)}), out, norm
 
 
 def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool, row_states: int) -> Launcher:
@@ -113,16 +122,13 @@ def new_products(call: Call, z: bool) -> Tensor:
 def states(
     call: Call, s_init: Tensor | None, z_init: Tensor | None, ends: tuple[Tensor, Tensor] | None, z: bool,
     gradient: tuple[Tensor, Tensor, Tensor] | None = None, room: tuple[Tensor, Tensor] | None = None,
-    forward: ForwardStates | None = None, after: int | None = None,
+    forward: ForwardStates | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, in `room` if that is given.
     The last ones are written to `ends`.
 
     If `gradient` is given, (dout, factor, delta), the pass runs in reverse and computes the gradients of the states. S
     and Z of `forward` may be `room`; the gradients then replace them, unless rows are divided into segments.
-
-    If `after` is given, every row is one chunk, and S is that after it (before it, in reverse), at every `after`-th
-    state of the memory that begins at `room`. Z is not written then.
     """
     plan = call.plan
     segments, reverse = plan.once(_segments, z), gradient is not None
@@ -130,13 +136,13 @@ def states(
     # `join` multiplies the states of the forward with those of whole rows, so it must not find them replaced.
     s, zs = new_states(call, z) if room is None or (divided and forward is not None) else room
     if not divided:
-        _state_pass(call, s, zs, s_init, z_init, ends, z, gradient, forward, after)
+        _run(state_launches(call, s, zs, s_init, z_init, ends, z, gradient, forward))
         return s, zs
     finals, own = new_ends(call, z, segments.count), forward
     if forward is not None:
         shape = (*forward.products.shape[:2], _state_programs(plan, z))
         own = forward._replace(products=torch.zeros(shape, device=plan.device, dtype=torch.float64))
-    _state_pass(call, s, zs, None, None, finals, z, gradient, own, None)
+    _run(state_launches(call, s, zs, None, None, finals, z, gradient, own))
     if forward is not None and own is not None:
         forward.products[..., 0] = own.products.sum(2)
     (s_end, z_end), (s_other, z_other, products) = ends or (None, None), forward or (None, None, None)
@@ -156,12 +162,22 @@ def _join(plan: Plan, z: bool, *given: bool) -> Launcher:
     return join_launcher(plan, plan.once(_segments, z), *given)
 
 
-def _state_pass(
+def _run(launches: list[Prepared]) -> None:
+    for launch, tensors in launches:
+        launch(**tensors)
+
+
+def state_launches(
     call: Call, s: Tensor, zs: Tensor, s_init: Tensor | None, z_init: Tensor | None,
     ends: tuple[Tensor, Tensor] | None, z: bool, gradient: tuple[Tensor, Tensor, Tensor] | None,
-    forward: ForwardStates | None, after: int | None,
-) -> None:  # fmt: skip
-    """Computes what `states` returns into s and zs, for segments instead of rows if rows are divided."""
+    forward: ForwardStates | None, after: int | None = None,
+) -> list[Prepared]:  # fmt: skip
+    """Returns the launches that compute what `states` returns into s and zs, for segments instead of rows if rows are
+    divided.
+
+    If `after` is given, every row is one chunk, and S is that after it (before it, in reverse), at every `after`-th
+    state of the memory that begins at s. Z is not written then.
+    """
     plan = call.plan
     x, y = (call.k, call.v) if gradient is None else (call.q, gradient[0])
     norm, delta = (None, None) if gradient is None else gradient[1:]
@@ -171,7 +187,8 @@ def _state_pass(
         starts, chunk_starts, blocks = call.cu_seqlens, call.chunk_starts(), call.table(_weigh_block(plan))
     xt = torch.empty(weighed_shape(plan, reverse, z), device=plan.device, dtype=plan.dtype)
     weigh = plan.once(_weigh, reverse, z)
-    weigh(x=x, sums=call.gate.sums, norm=norm, delta=delta, out=xt, starts=starts, blocks=blocks)
+    weighed = {"x": x, "sums": call.gate.sums, "norm": norm, "delta": delta, "out": xt, "starts": starts}
+    weighed |= {"blocks": blocks}
 
     init, final = s_init is not None, ends is not None
     s_init, z_init = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
@@ -181,11 +198,10 @@ def _state_pass(
     tensors |= {"starts": starts, "chunk_starts": chunk_starts}
     launch = plan.once(STATES[plan.variant], reverse, init, final, z, after)
     if plan.variant == "levels":  # whose rows have the transposed keys, and which have no Z
-        launch(**tensors)
-        return
+        return [(weigh, weighed), (launch, tensors)]
     tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
     tensors |= dict(zip(("s_forward", "z_forward", "products"), forward or (None,) * 3, strict=True))
-    launch(**tensors)
+    return [(weigh, weighed), (launch, tensors)]
 
 
 def _weigh_block(plan: Plan) -> int:
