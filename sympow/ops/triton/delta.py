@@ -320,6 +320,9 @@ class _Chunks:
         if self.rows is not None or more:
             first = number * self.size
             self._once(self._keys, count).copy_(self.given[:, first : first + count])
+            if padded_key_dim(self.given.shape[3]) > self.given.shape[3]:  # calls take padded copies of the keys
+                self.made.pop(("_reader", count), None)
+                self.additions.clear()
         if self.rows is not None:
             (reader, given), read = self._once(self._reader, count)
             given["s"] = self._slot(number)
