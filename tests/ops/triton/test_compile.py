@@ -11,7 +11,7 @@ compile_kernels = pytest.importorskip("tests.ops.triton.compile_kernels", reason
 # most of the delta rule's `block_corrections` and `solve_pass` for K = 128.
 MOST_SPILLED = 216
 # Of the launch that solves all groups of a chunk, whose outer loop keeps addresses for each of its parts.
-MOST_SPILLED_BY_GROUPS = 560
+MOST_SPILLED_BY_GROUPS = 640
 
 
 @pytest.mark.parametrize("target", ["cuda", "hip"])
