@@ -407,14 +407,24 @@ MOST_LAUNCHERS = 1024  # of one kind that are kept: a server sees many lengths
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **tensors: Tensor | None) -> None:
-    """Launches a kernel by the `Launcher` of these arguments, which must be numbers. It is made once."""
-    key = (id(kernel), grid, *arguments.values())
+    """Launches a kernel by its `launcher_of` these arguments."""
+    launcher_of(kernel, grid, arguments, tensors)(**tensors)
+
+
+def launcher_of(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
+) -> Launcher:
+    """Returns the launcher of a kernel for these arguments, which must be numbers. It is made once.
+
+    Of the tensors, it depends on which are None: with others, a launcher takes the way of Triton, which is slow.
+    """
+    key = (id(kernel), grid, *arguments.values(), *(x is None for x in tensors.values()))
     launcher = _launchers.get(key)
     if launcher is None:
         if len(_launchers) >= MOST_LAUNCHERS:
             _launchers.pop(next(iter(_launchers)))  # the oldest
         launcher = _launchers[key] = Launcher(kernel, grid, arguments)
-    launcher(**tensors)
+    return launcher
 
 
 def forget_launchers() -> None:

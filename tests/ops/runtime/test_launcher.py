@@ -121,6 +121,15 @@ def test_it_is_chosen_anew_where_other_code_is_needed(driver, kernel):
     assert len(kernel.calls) == len(others) + 2
 
 
+def test_calls_with_a_tensor_more_have_a_launcher_of_their_own(driver, kernel):
+    arguments = {"n": 32, "factor": 2.0, "BLOCK": 64}
+    x, y, out = tensors()
+    for more in (y, None, y, None):
+        launcher.launch(kernel, (1,), arguments, x=x, y=more, out=out)
+    assert len(kernel.calls) == 2
+    launcher.forget_launchers()
+
+
 def test_a_first_launch_at_an_odd_address_is_not_kept(driver, kernel):
     launch = launcher.Launcher(kernel, (1,), {"n": 32, "factor": 2.0, "BLOCK": 32})
     x, y, out = tensors()
