@@ -51,19 +51,19 @@ def backward(
     errors: Tensor, u: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Computes the gradients of q, k, v, beta, log_g and the incoming state, by (M24)."""
-    given_u = backend.attend_gradient(q, k, u, log_g, state, last, dout, dlast, options)
-    dv, dbeta = backend.solve_gradient(k, errors, beta, log_g, given_u.u, options)
+    dq, dk, du, dlog_g, dstate, kept = backend.attend_gradient(q, k, u, log_g, state, last, dout, dlast, options)
+    dv, dbeta = backend.solve_gradient(k, errors, beta, log_g, du, options)
+    del du  # its memory is needed
     # What is predicted for a key is taken off its value. A prediction is the output of power attention with the values
-    # u, for keys as queries, and the gradient of this output is -dv. It does not contain the token's own update, so
-    # what its gradient takes from there is given back.
-    predicted = backend.attend_gradient(k, k, u, log_g, state, None, -dv, None, options)
-    dk = backend.key_gradient(k, u, dv, (given_u.k, predicted.k, predicted.q), options.p)
-    dlog_g, dstate = (_sum(*pair) for pair in ((given_u.log_g, predicted.log_g), (given_u.state, predicted.state)))
-    return given_u.q, dk, dv, dbeta, dlog_g, dstate
+    # u, for keys as queries, and the gradient of this output is -dv. So what dv gives is subtracted. A prediction does
+    # not contain the token's own update, so what its gradient takes from there is given back.
+    predicted = backend.attend_gradient(k, k, u, log_g, state, None, dv, None, options, kept)
+    dk = backend.key_gradient(k, u, dv, (dk, predicted.k, predicted.q), options.p)
+    return dq, dk, dv, dbeta, _difference(dlog_g, predicted.log_g), _difference(dstate, predicted.state)
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b
+def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else -b if a is None else a - b
 
 
 def solve(
@@ -143,7 +143,7 @@ def attend(
 
 def attend_gradient(
     q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, last: Tensor | None, dout: Tensor,
-    dlast: Tensor | None, options: DeltaOptions,
+    dlast: Tensor | None, options: DeltaOptions, kept: None = None,
 ) -> DeltaGradients:  # fmt: skip
     """Returns the gradients of `attend`, whose last state is `last`, given those of its results."""
     chunk = _attention_chunk(q, k, u, options, state is not None or dlast is not None)
@@ -157,9 +157,9 @@ def attend_gradient(
 
 
 def key_gradient(k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:
-    """Returns the sum of `parts` [B, T, G, K] and of 2 p (k . k)**(p - 1) (dv . u) k."""
-    own = (k * k).sum(-1) ** (p - 1) * (dv * u).sum(-1)
-    return sum(parts, (2 * p * own)[..., None] * k)
+    """Returns the first of `parts` [B, T, G, K] less the other two, plus 2 p (k . k)**(p - 1) (dv . u) k."""
+    own, (first, second, third) = (k * k).sum(-1) ** (p - 1) * (dv * u).sum(-1), parts
+    return (2 * p * own)[..., None] * k + first - second - third
 
 
 def _attention_chunk(q: Tensor, k: Tensor, u: Tensor, options: DeltaOptions, has_state: bool) -> int:

@@ -33,6 +33,7 @@ class DeltaGradients(NamedTuple):
     u: Tensor  # [B, T, G, V]
     log_g: Tensor | None  # [B, T, G]
     state: Tensor | None  # [B, G, D, V], of the incoming state
+    kept: Any = None  # what a call with the same keys, values, gates and incoming state can use
 
 
 class DeltaBackend(Protocol):
@@ -50,7 +51,10 @@ class DeltaBackend(Protocol):
     def solve_gradient(
         self, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, du: Tensor, options: DeltaOptions
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of v and beta, given du, that of u through output and last state."""
+        """Returns the gradients of v and beta, given du, that of u through output and last state.
+
+        That of v may be in the memory of du.
+        """
         ...
 
     def attend(
@@ -62,11 +66,11 @@ class DeltaBackend(Protocol):
 
     def attend_gradient(
         self, q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, last: Tensor | None,
-        dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
+        dout: Tensor, dlast: Tensor | None, options: DeltaOptions, kept: Any = None,
     ) -> DeltaGradients:  # fmt: skip
-        """Returns its gradients."""
+        """Returns its gradients. `kept` is that of an earlier call, which is used up; no later call has it."""
         ...
 
     def key_gradient(self, k: Tensor, u: Tensor, dv: Tensor, parts: Sequence[Tensor], p: int) -> Tensor:
-        """Returns the sum of `parts` [B, T, G, K] and of 2 p (k . k)**(p - 1) (dv . u) k, in the dtype of k."""
+        """Returns 2 p (k . k)**(p - 1) (dv . u) k plus the first of `parts` [B, T, G, K] less the other two, as k."""
         ...

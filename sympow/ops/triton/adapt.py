@@ -282,9 +282,10 @@ def is_elsewhere(x: Tensor) -> bool:
 def backward(
     dout: Tensor, ds_final: Tensor | None, dz_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None, cu_seqlens: Tensor | None,
-    frequencies: Tensor | None, result: Forward, options: Options,
+    frequencies: Tensor | None, result: Forward, options: Options, spare: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes `power_backward`; results that do not exist are None."""
+    """Computes `power_backward`; results that do not exist are None. With `spare`, their gradients are written over the
+    states of `result`, which are those of `states_again`."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
     dout = cast(dout, v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
@@ -296,13 +297,10 @@ def backward(
     turns = frequencies is not None and plan.turns and not has_final
     room = after = ds = dz = starts = through = turned = dlog_g = dpositions = None
     if chunk and s is None:
-        if s_init is not None:
-            s_init, z_init = from_public(plan.rows, s_init, z_init)
-        # If the states are multiplied with their gradients, the gradient of the state after a chunk is written over the
-        # state before the next chunk. For the gradient of positions, both are kept.
-        shift = int(plan.restarts)
-        s, z = launch.states(call, s_init, z_init, None, reads_z, room=launch.new_states(call, reads_z, shift))
-        room = None if turns else (s[shift:], z[shift:])
+        s, z = states_again(call, s_init, z_init, reads_z)
+        spare = not turns  # for the gradient of positions, states and gradients are kept
+    if spare and s is not None and z is not None:
+        room = (s[int(plan.restarts) :], z[int(plan.restarts) :])
     dq, dsums_q = launch.query_gradient(call, dout, factors, s, z, has_init, normalize)
     if chunk:
         s_end, z_end = (None, None) if ds_final is None else from_public(plan.rows, ds_final, dz_final)
@@ -323,6 +321,18 @@ def backward(
         dlog_g = cast(launch.gate_gradient(call, log_g, dsums_q, dsums_k, last, through), log_g.dtype)
     initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
     return dq, dk, dv, dlog_g, *initial, dpositions
+
+
+def states_again(call: Call, s_init: Tensor | None, z_init: Tensor | None, reads_z: bool) -> tuple[Tensor, Tensor]:
+    """Returns the states before each chunk for the backward, from a public incoming state.
+
+    If the states are multiplied with their gradients, there is room for one more at the end: the gradient of the state
+    after a chunk is then written over the state before the next chunk.
+    """
+    if s_init is not None:
+        s_init, z_init = from_public(call.plan.rows, s_init, z_init)
+    room = launch.new_states(call, reads_z, int(call.plan.restarts))
+    return launch.states(call, s_init, z_init, None, reads_z, room=room)
 
 
 def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Tensor | None:

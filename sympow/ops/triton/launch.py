@@ -25,27 +25,41 @@ GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's grad
 STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read together, and programs of one state
 
 
+Prepared = tuple[Launcher, dict[str, Tensor | None]]  # a launch and its tensors by name
+
+
 def output(
     call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`, from the
     states before each chunk. `init` tells that the first of them is not zero."""
+    (launch, tensors), out, norm = output_launch(call, s, z, init, normalize, eps, wide, call.plan.row_chunks)
+    launch(**tensors)
+    return out, norm
+
+
+def output_launch(
+    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool,
+    row_states: int,
+) -> tuple[Prepared, Tensor, Tensor]:  # fmt: skip
+    """Returns the launch of `output`, and its results. row_states: states from the first of a row to that of the next
+    one."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
     out = plan.new(*q.shape[:3], plan.V, dtype=torch.float32 if wide else plan.dtype)
     norm = plan.new_rows(plan.H if normalize else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
     tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
-    launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide), plan.config.output
+    launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide, row_states), plan.config.output
     if plan.variant != "plain":
         s, z, size = out if s is None else s, out if z is None else z, plan.hopper_launches.output
-    launch(**tensors, s=s, z=z, **call.sequences(size.block))
-    return out, norm
+    return (launch, {**tensors, "s": s, "z": z, **call.sequences(size.block)}), out, norm
 
 
-def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
+def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool, row_states: int) -> Launcher:
     size, (prefixes, weights, *_) = plan.config.output, plan.tables
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "out_scale": plan.out_scale, "eps": eps}
+    numbers |= {"row_states": row_states}
     constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "PACKED": plan.layout.packed}
     constants |= {"NORMALIZE": normalize, "STATES": plan.has_rows(init), "INIT": init}
     tables = {"prefixes": prefixes, "weights": weights}
@@ -53,12 +67,12 @@ def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> 
     return Launcher(plain_output.output_pass, grid, numbers | constants | tables | size.options)
 
 
-def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
+def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool, row_states: int) -> Launcher:
     size = plan.hopper_launches.output
     levels: tuple = plan.levels.shape if plan.variant == "levels" else ()
     prefixes, weights = plan.tables[1:3] if levels else (None, None)
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
-    numbers |= {"out_scale": plan.out_scale, "eps": eps}
+    numbers |= {"out_scale": plan.out_scale, "eps": eps, "row_states": row_states}
     constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.has_rows(init), "INIT": init} | plan.early(after=plan.gated)
@@ -122,13 +136,13 @@ def states(
     # `join` multiplies the states of the forward with those of whole rows, so it must not find them replaced.
     s, zs = new_states(call, z) if room is None or (divided and forward is not None) else room
     if not divided:
-        _state_pass(call, s, zs, s_init, z_init, ends, z, gradient, forward)
+        _run(state_launches(call, s, zs, s_init, z_init, ends, z, gradient, forward))
         return s, zs
     finals, own = new_ends(call, z, segments.count), forward
     if forward is not None:
         shape = (*forward.products.shape[:2], _state_programs(plan, z))
         own = forward._replace(products=torch.zeros(shape, device=plan.device, dtype=torch.float64))
-    _state_pass(call, s, zs, None, None, finals, z, gradient, own)
+    _run(state_launches(call, s, zs, None, None, finals, z, gradient, own))
     if forward is not None and own is not None:
         forward.products[..., 0] = own.products.sum(2)
     (s_end, z_end), (s_other, z_other, products) = ends or (None, None), forward or (None, None, None)
@@ -148,12 +162,22 @@ def _join(plan: Plan, z: bool, *given: bool) -> Launcher:
     return join_launcher(plan, plan.once(_segments, z), *given)
 
 
-def _state_pass(
+def _run(launches: list[Prepared]) -> None:
+    for launch, tensors in launches:
+        launch(**tensors)
+
+
+def state_launches(
     call: Call, s: Tensor, zs: Tensor, s_init: Tensor | None, z_init: Tensor | None,
     ends: tuple[Tensor, Tensor] | None, z: bool, gradient: tuple[Tensor, Tensor, Tensor] | None,
-    forward: ForwardStates | None,
-) -> None:  # fmt: skip
-    """Computes what `states` returns into s and zs, for segments instead of rows if rows are divided."""
+    forward: ForwardStates | None, after: int | None = None,
+) -> list[Prepared]:  # fmt: skip
+    """Returns the launches that compute what `states` returns into s and zs, for segments instead of rows if rows are
+    divided.
+
+    If `after` is given, every row is one chunk, and S is that after it (before it, in reverse), at every `after`-th
+    state of the memory that begins at s. Z is not written then.
+    """
     plan = call.plan
     x, y = (call.k, call.v) if gradient is None else (call.q, gradient[0])
     norm, delta = (None, None) if gradient is None else gradient[1:]
@@ -163,7 +187,8 @@ def _state_pass(
         starts, chunk_starts, blocks = call.cu_seqlens, call.chunk_starts(), call.table(_weigh_block(plan))
     xt = torch.empty(weighed_shape(plan, reverse, z), device=plan.device, dtype=plan.dtype)
     weigh = plan.once(_weigh, reverse, z)
-    weigh(x=x, sums=call.gate.sums, norm=norm, delta=delta, out=xt, starts=starts, blocks=blocks)
+    weighed = {"x": x, "sums": call.gate.sums, "norm": norm, "delta": delta, "out": xt, "starts": starts}
+    weighed |= {"blocks": blocks}
 
     init, final = s_init is not None, ends is not None
     s_init, z_init = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
@@ -171,13 +196,12 @@ def _state_pass(
     tensors: dict[str, Tensor | None] = {"xt": xt, "y": y, "sums": call.gate.sums}
     tensors |= {"s_out": s, "s_init": s_init, "s_final": s_final}
     tensors |= {"starts": starts, "chunk_starts": chunk_starts}
-    launch = plan.once(STATES[plan.variant], reverse, init, final, z)
+    launch = plan.once(STATES[plan.variant], reverse, init, final, z, after)
     if plan.variant == "levels":  # whose rows have the transposed keys, and which have no Z
-        launch(**tensors)
-        return
+        return [(weigh, weighed), (launch, tensors)]
     tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
     tensors |= dict(zip(("s_forward", "z_forward", "products"), forward or (None,) * 3, strict=True))
-    launch(**tensors)
+    return [(weigh, weighed), (launch, tensors)]
 
 
 def _weigh_block(plan: Plan) -> int:
@@ -212,13 +236,15 @@ def _weigh(plan: Plan, reverse: bool, z: bool) -> Launcher:
 
 
 def _state_arguments(
-    plan: Plan, reverse: bool, init: bool, final: bool, z: bool
+    plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the numbers and constants that all state passes take. Segments are documents to them."""
     segments = plan.once(_segments, z)
     numbers = plan.sequences() | {"G": plan.G, "stride": weighed_shape(plan, reverse, z)[1]}
+    numbers |= {"row_states": after or plan.row_chunks}
     packed = plan.layout.packed or segments.count > 1
     constants = {"R": plan.R if reverse else 1, "REVERSE": reverse, "PACKED": packed, "INIT": init}
+    constants |= {"AFTER": after is not None}
     return numbers, constants | {"FINAL": final, "ALIGN": _weigh_block(plan), "CHUNK": plan.chunk, "GATED": plan.gated}
 
 
@@ -263,18 +289,18 @@ def _programs_of_tiles(plan: Plan, z: bool, tiles: int) -> int:
     return programs + (ceil_div(counts["upper"], tiles * max(1, least // narrow)) if counts["upper"] else 0)
 
 
-def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None) -> Launcher:
     size = plan.config.state
-    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z, after)
     numbers |= _sources(plan, reverse) | plan.counts()
     constants = plan.dims() | constants | {"TILES": _state_tiles(plan, z), "STEP": size.step, "Z": z}
     arguments = numbers | constants | {"prefixes": plan.tables[0]} | size.options
     return Launcher(plain_states.state_pass, _state_grid(plan, _state_programs(plan, z), z), arguments)
 
 
-def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None) -> Launcher:
     size = plan.hopper_launches.state
-    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z, after)
     constants |= {"K": plan.K, "V": plan.V, "PARTS": plan.parts, "TILES": _state_tiles(plan, z)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     if constants["TILES"] == 2 and plan.K <= 64:
@@ -283,10 +309,10 @@ def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     return Launcher(hopper_states.state_pass, grid, numbers | _sources(plan, reverse) | constants)
 
 
-def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: bool, after: int | None) -> Launcher:
     size, levels = plan.hopper_launches.state, plan.levels.shape
     tiles = _most_tiles(plan)
-    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z, after)
     sources = _sources(plan, reverse)
     numbers |= {"y_st": sources["y_st"], "y_sh": sources["y_sh"]}
     constants |= {"K": plan.K, "V": plan.V, "P": plan.p, "LEVELS": levels, "TILES": tiles}

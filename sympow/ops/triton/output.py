@@ -5,19 +5,19 @@ import triton
 import triton.language as tl
 
 from sympow.ops.triton.gate import REACH_TILE
-from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, reach_tile, rounded, times_prefix
+from sympow.ops.triton.primitives import first_state, locate, lower_base, power, reach_tile, rounded, times_prefix
 
 
 @triton.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
-    reach, starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, eps,
+    reach, starts, chunk_starts, blocks, T, tokens, row_states, H, G, lower, upper, score_scale, out_scale, eps,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Computes out [tokens, H, V] and norm [H, tokens]. Grid: blocks of queries, heads. reach: begins of
-    `gate.gate_sums`, or None."""
+    `gate.gate_sums`, or None. row_states: states from the first of a row to that of the next one, unless PACKED."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:  # after the last block
@@ -44,7 +44,7 @@ def output_pass(
             kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
-            chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + begin // CHUNK
+            chunk = first_state(n, chunk_starts, row_states, PACKED) + begin // CHUNK
             UPPER: tl.constexpr = K - HALF
             rows = tl.cast(lower, tl.int64) * K + upper * UPPER
             tile = s + (chunk * G + g) * rows * V + width[:, None] * V + col[None, :]

@@ -569,6 +569,11 @@ class Plan(Shapes):
         ended."""
         return {"OVERLAP": True, "launch_pdl": True} if self.overlap and after else {"OVERLAP": False}
 
+    @property
+    def row_chunks(self) -> int:
+        """Returns the number of chunks of a row; 1 for the quadratic form."""
+        return ceil_div(self.layout.length, self.chunk) if self.chunk else 1
+
     def sequences(self) -> dict[str, Any]:
         return {"T": self.layout.length, "tokens": self.layout.tokens}
 

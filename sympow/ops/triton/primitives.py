@@ -49,12 +49,18 @@ def reach_tile(n, g, token, T, tokens, TILE: tl.constexpr):
 
 
 @triton.jit
-def first_chunk(n, chunk_starts, T, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the index, over all sequences, of the first chunk of sequence n."""
+def first_state(n, chunk_starts, row_states, PACKED: tl.constexpr):
+    """Returns the number of the first state of sequence n, int64. Rows that are not packed have `row_states` each."""
     if PACKED:
         return tl.load(chunk_starts + n).to(tl.int64)
     else:
-        return tl.cast(n, tl.int64) * tl.cdiv(T, CHUNK)
+        return tl.cast(n, tl.int64) * row_states
+
+
+@triton.jit
+def first_chunk(n, chunk_starts, T, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the index, over all sequences, of the first chunk of sequence n."""
+    return first_state(n, chunk_starts, tl.cdiv(T, CHUNK), PACKED)
 
 
 @triton.jit

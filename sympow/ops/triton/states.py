@@ -10,7 +10,7 @@ itself: a program has some rows of the state of one head in float32 registers, a
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import aligned, first_chunk, locate, rounded
+from sympow.ops.triton.primitives import aligned, first_state, locate, rounded
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _walk(
     J0: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    GATED: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Computes the rows of TILES tiles, from prefix i on, through all chunks of a sequence. Pointers are to its first
     token, chunk and head. `count` is the end of the prefixes, `columns` the end of the columns; `other` is part of
@@ -171,12 +171,13 @@ def _walk(
                         product += _product(there, b3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
                     tl.store(products + tl.cast(chunk, tl.int64) * products_step, product)
                 tl.debug_barrier()  # `other` may be `out`: other threads have read what is overwritten now
-            _write(here, b0, i, count, sub, j, col, columns, WIDTH)
-            if TILES > 1:
-                _write(here, b1, i + PREFIXES, count, sub, j, col, columns, WIDTH)
-            if TILES > 2:
-                _write(here, b2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH)
-                _write(here, b3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH)
+            if not AFTER:
+                _write(here, b0, i, count, sub, j, col, columns, WIDTH)
+                if TILES > 1:
+                    _write(here, b1, i + PREFIXES, count, sub, j, col, columns, WIDTH)
+                if TILES > 2:
+                    _write(here, b2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH)
+                    _write(here, b3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH)
             if GATED:
                 decay = tl.exp2(tl.load(sums + tl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
@@ -203,6 +204,13 @@ def _walk(
             a2 = tl.dot(rounded(rows, PRECISION), ys, a2, input_precision=PRECISION)
             rows = _rows(xs, factors, stride, t, valid, i + 3 * PREFIXES, count, sub, prefixes, K, P, PREFIXES)
             a3 = tl.dot(rounded(rows, PRECISION), ys, a3, input_precision=PRECISION)
+    if AFTER:
+        _write(out, rounded(a0, PRECISION), i, count, sub, j, col, columns, WIDTH)
+        if TILES > 1:
+            _write(out, rounded(a1, PRECISION), i + PREFIXES, count, sub, j, col, columns, WIDTH)
+        if TILES > 2:
+            _write(out, rounded(a2, PRECISION), i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH)
+            _write(out, rounded(a3, PRECISION), i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH)
     if FINAL:
         _write(final, a0, i, count, sub, j, col, columns, WIDTH)
         if TILES > 1:
@@ -215,11 +223,11 @@ def _walk(
 @triton.jit
 def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
-    s_forward, z_forward, products, prefixes, starts, chunk_starts, T, tokens, G, lower, upper,
+    s_forward, z_forward, products, prefixes, starts, chunk_starts, T, tokens, row_states, G, lower, upper,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, Z: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
-    PACKED: tl.constexpr, ALIGN: tl.constexpr,
+    AFTER: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Computes s_out [chunks, G, rows, V] and z_out [chunks, G, K, K]: the state before each chunk (after it, in
     reverse), without the part of that chunk. Grid: tiles of rows (those of Z first), key/value heads, sequences.
@@ -227,6 +235,9 @@ def state_pass(
     In reverse, `products` [chunks, G, programs] or None gets the inner products, in parts, with the states of the
     forward at the ends of all chunks but the last. s_forward and z_forward are those states. They are at the same
     boundaries as s_out and z_out, and may be the same memory. Only for p = 1 and 2.
+
+    row_states: as in `output.output_pass`. AFTER: rows have one chunk, and s_out gets the state after it (before it, in
+    reverse), with this part.
     """
     g = tl.cast(tl.program_id(1), tl.int64)
     n = tl.program_id(2)
@@ -236,7 +247,7 @@ def state_pass(
     else:
         start = tl.cast(n, tl.int64) * T
         length = T
-    chunk0 = first_chunk(n, chunk_starts, T, CHUNK, PACKED)
+    chunk0 = first_state(n, chunk_starts, row_states, PACKED)
     chunks = tl.cdiv(length, CHUNK)
     UPPER: tl.constexpr = K - HALF
     lower_tile: tl.constexpr = TILES * (64 // K if K < 64 else 1)
@@ -267,13 +278,13 @@ def state_pass(
         _walk(
             x, x_st, x_sh, xt + K * stride, xt_sh, stride, x, x_st, x_sh, sums, z_out + z, G * K * K, z_init + z_end,
             z_final + z_end, other, products, products_step, prefixes, 0, 1, start, length, chunks, K,
-            0, K, K, K, K, P, R, 1, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL,
+            0, K, K, K, K, P, R, 1, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL, AFTER,
         )  # fmt: skip
     elif tile < lower_tiles:
         _walk(
             x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, s_out, G * rows * V, s_init, s_final, s_forward,
             products, products_step, prefixes, tile * lower_tile, lower, start, length, chunks, V,
-            0, K, HALF, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL,
+            0, K, HALF, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL, AFTER,
         )  # fmt: skip
     elif UPPER > 0:
         past = tl.cast(lower, tl.int64) * K * V
@@ -283,5 +294,5 @@ def state_pass(
             x, x_st, x_sh, xt + lower * stride if P == 2 else xt, xt_sh, stride, y, y_st, y_sh, sums, s_out + past,
             G * rows * V, s_init + past, s_final + past, s_forward, products, products_step,
             prefixes + lower * (P - 1), (tile - lower_tiles) * upper_tile, upper, start, length, chunks, V,
-            HALF, UPPER, K, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL,
+            HALF, UPPER, K, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL, AFTER,
         )  # fmt: skip

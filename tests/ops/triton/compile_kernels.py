@@ -108,17 +108,19 @@ def launches_of_one_token(key_dim: int, p: int) -> list[tuple]:
 
 
 def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
-    """Of the delta rule, forward and backward, with a gate and without, of rows of two chunks."""
+    """Of the delta rule, forward and backward, with a gate and without, of rows of chunks whose groups one launch
+    solves, and of one chunk of more groups."""
     plan.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
-        q, k, v = (torch.empty(1, 1024, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        beta, gates = (torch.empty(1, 1024, 2, requires_grad=True) for _ in range(2))
-        for log_g in (gates, None):
-            out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, 512, False))
+        q, k, v = (torch.empty(1, 1536, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        beta, gates = (torch.empty(1, 1536, 2, requires_grad=True) for _ in range(2))
+        for log_g, chunk in itertools.product((gates, None), (512, 1536)):
+            out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, chunk, False))
             out.backward(torch.empty_like(out))
-    own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
-    return own + [launch for launch in recorded if launch[1].get("reach") is not None]  # the reads of states
+    own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta_kernels"]
+    # The reads of states, and the passes that write the next state for them.
+    return own + [launch for launch in recorded if launch[1].get("reach") is not None or launch[1].get("AFTER")]
 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:

@@ -10,6 +10,8 @@ compile_kernels = pytest.importorskip("tests.ops.triton.compile_kernels", reason
 # Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops, the
 # most of the delta rule's `block_corrections` and `solve_pass` for K = 128.
 MOST_SPILLED = 216
+# Of the launch that solves all groups of a chunk, whose outer loop keeps addresses for each of its parts.
+MOST_SPILLED_BY_GROUPS = 640
 
 
 @pytest.mark.parametrize("target", ["cuda", "hip"])
@@ -33,7 +35,8 @@ def test_kernels_compile(target):
         state_passes = [row for row in results if row["kernel"] == "hopper.states.state_pass" and row["key_dim"] == 64]
         registers = [row["registers"] for row in state_passes if row["tiles"] == 2]
         assert registers and max(registers) <= plan.THREE_PROGRAMS
-    spilled = [row for row in results if (row["stack"] or 0) > MOST_SPILLED]
+    limits = {"delta_kernels.solve_pass": MOST_SPILLED_BY_GROUPS}
+    spilled = [row for row in results if (row["stack"] or 0) > limits.get(row["kernel"], MOST_SPILLED)]
     assert not spilled
 
 

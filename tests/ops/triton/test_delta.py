@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ LONG = {
     "no gate": (DeltaCase(B=1, T=400, H=2, G=1, K=4, V=5, gate=False, state=True), 320),
     "resets": (DeltaCase(B=1, T=800, H=1, G=1, K=4, V=3, state=True, resets=True), 320),
     "V 70": (DeltaCase(B=1, T=280, H=1, G=1, K=3, V=70, return_state=False), None),
+    "rows in parts": (DeltaCase(B=3, T=200, H=2, G=1, K=4, V=40, state=True), 64),
     "many groups": (DeltaCase(B=1, T=1090, H=1, G=1, K=3, V=3, resets=True, return_state=False), None),
 }
 LARGE = {
@@ -68,6 +70,20 @@ def test_groups_of_blocks(name, dtype):
     case, chunk_size = LONG[name]
     inputs = make_inputs(case, dtype=dtype)
     assert_within_budget(run(case, inputs, "triton", chunk_size), case, inputs)
+
+
+def test_a_chunk_has_few_launches():
+    """One launch solves all groups of a chunk, and the backward computes states in front of chunks once."""
+    case = DeltaCase(B=1, T=600, H=1, G=1, K=4, V=4, return_state=False)
+    inputs = make_inputs(case, dtype=torch.bfloat16)
+    states = mock.patch.object(delta.launch, "state_launches", wraps=delta.launch.state_launches)
+    kernels = mock.patch.object(delta, "launcher_of", wraps=delta.launcher_of)
+    with states as computed, kernels as launched:
+        assert_within_budget(run(case, inputs, "triton", 512), case, inputs)
+    solved = [call for call in launched.call_args_list if call.args[0] is delta.solve_pass]
+    assert len(solved) == 2 * 2  # chunks, forward and backward
+    assert not [call for call in launched.call_args_list if call.args[0] is delta.groups_pass]
+    assert computed.call_count == 1 + 1 + 3  # between chunks each way, and states with two kinds of gradients
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

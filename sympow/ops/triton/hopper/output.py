@@ -223,7 +223,7 @@ def _through_rows(
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
-    reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
+    reach, starts, chunk_starts, blocks, T, tokens, row_states, spread, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, LEVELS: gl.constexpr,
     SKIP: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
@@ -231,7 +231,8 @@ def output_pass(
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Computes the output. `prefixes` and `weights` are those of plain rows, or the entries and weights of LEVELS,
-    which has groups and width of each level (`levels.Levels`); the channels of levels start at SKIP."""
+    which has groups and width of each level (`levels.Levels`); the channels of levels start at SKIP. row_states: as in
+    `output.output_pass`."""
     n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
     if PACKED:
         if first >= length:
@@ -272,7 +273,7 @@ def output_pass(
             if PACKED:
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
-                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
+                chunk = n.to(gl.int64) * row_states + begin // CHUNK
             state = s + (chunk * G + g) * (rows * V)
             if len(LEVELS) > 0:
                 state_s = ring_in_one(STAGES, TILE, V)

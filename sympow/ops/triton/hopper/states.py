@@ -177,7 +177,7 @@ def _walk(
     products_step, is_z: gl.constexpr, prefix, row0, last, chunks, length,
     WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """Computes TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each
     prefix. Pointers are to the first token, chunk and head; `x` is at the first last index, `xt` at the row of the
@@ -220,7 +220,9 @@ def _walk(
     for number in range(chunks):
         chunk = chunks - 1 - number if REVERSE else chunks * 0 + number
         here = out + chunk.to(gl.int64) * out_step
-        if products is not None:
+        if AFTER:
+            gl.static_assert(products is None)
+        elif products is not None:
             _multiply_and_write_all(
                 here, other + chunk.to(gl.int64) * out_step, products + chunk.to(gl.int64) * products_step, number > 0,
                 is_z, prefix, row0, last, accs, PREFIXES, WIDTH, ROWS, V, FIRST, mma, out_layout,
@@ -261,6 +263,8 @@ def _walk(
             done = warpgroup_mma_wait(0, deps=accs + (tile,))
             accs = done[:TILES]
     async_copy.wait_group(0)
+    if AFTER:
+        _write_all(out, is_z, prefix, row0, accs, PREFIXES, WIDTH, ROWS, V, mma)
     if FINAL:  # in the order of the registers: another order takes so many registers that fewer programs fit on an SM
         _write_all(final, is_z, prefix, row0, accs, PREFIXES, WIDTH, ROWS, V, mma)
 
@@ -310,6 +314,7 @@ def _walk_band(
     K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, BAND: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+    AFTER: gl.constexpr,
 ):  # fmt: skip
     """Does `_walk` if program `part` is one of the bands that are BAND parts of K wide."""
     SIZE: gl.constexpr = K // PARTS
@@ -336,23 +341,23 @@ def _walk_band(
         _walk(
             x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums, out, out_step,
             init, final, other, products, products_step, False, prefix, row0, last, chunks, length,
-            ROWS // ACROSS, ROWS, V, SIZE, R, TILES, STEP, CHUNK, STAGES, WARPS, GATED, REVERSE, INIT, FINAL,
+            ROWS // ACROSS, ROWS, V, SIZE, R, TILES, STEP, CHUNK, STAGES, WARPS, GATED, REVERSE, INIT, FINAL, AFTER,
         )  # fmt: skip
 
 
 @gluon.jit
 def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
-    s_forward, z_forward, products, starts, chunk_starts, T, tokens, G,
+    s_forward, z_forward, products, starts, chunk_starts, T, tokens, row_states, G,
     K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
-    ALIGN: gl.constexpr, num_warps: gl.constexpr,
+    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, AFTER: gl.constexpr,
+    PACKED: gl.constexpr, ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Computes the states. Grid: parts of the state, key/value heads, sequences. A part is a group of prefixes with
     WIDTH of the last indices each, or with all last indices of a band that is narrower. The first parts are those of Z,
     whose values are the keys (so K = V); then the bands of rows follow (`rows.bands`). s_forward, z_forward and
-    products are those of `states.state_pass`."""
+    products are those of `states.state_pass`, as are row_states and AFTER, with which Z is left out."""
     gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
@@ -363,7 +368,7 @@ def state_pass(
     else:
         start = n.to(gl.int64) * T
         length = T
-        chunk0 = n.to(gl.int64) * gl.cdiv(T, CHUNK)
+        chunk0 = n.to(gl.int64) * row_states
     chunks = gl.cdiv(length, CHUNK)
     SLICES: gl.constexpr = K // WIDTH
     SIZE: gl.constexpr = K // PARTS
@@ -381,18 +386,19 @@ def state_pass(
         z_forward += (chunk0 * G + g) * (K * K)
         products += (chunk0 * G + g) * gl.num_programs(0) + part
     products_step = G * gl.num_programs(0)
-    if part < SLICES:
-        last = part * WIDTH
-        _walk(
-            x + last, x_st, x_sh, xt + K * stride.to(gl.int64), xt_sh, stride, x, x_st, x_sh, sums,
-            z_out + (chunk0 * G + g) * (K * K), G * K * K, z_init + end * (K * K), z_final + end * (K * K), z_forward,
-            products, products_step, True, part * 0, last, last, chunks, length,
-            WIDTH, K, V, SIZE, R, 1, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
-        )  # fmt: skip
+    if not AFTER:
+        if part < SLICES:
+            last = part * WIDTH
+            _walk(
+                x + last, x_st, x_sh, xt + K * stride.to(gl.int64), xt_sh, stride, x, x_st, x_sh, sums,
+                z_out + (chunk0 * G + g) * (K * K), G * K * K, z_init + end * (K * K), z_final + end * (K * K),
+                z_forward, products, products_step, True, part * 0, last, last, chunks, length,
+                WIDTH, K, V, SIZE, R, 1, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL, AFTER,
+            )  # fmt: skip
     for level in gl.static_range(levels(PARTS)):
         _walk_band(
             part, x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, s_out + (chunk0 * G + g) * (rows * V),
             G * rows * V, s_init + end * (rows * V), s_final + end * (rows * V), s_forward, products, products_step,
             chunks, length, K, V, PARTS, PARTS >> level, R, TILES, WIDTH, STEP, CHUNK, STAGES, num_warps, GATED,
-            REVERSE, INIT, FINAL,
+            REVERSE, INIT, FINAL, AFTER,
         )  # fmt: skip

@@ -196,7 +196,7 @@ def _walk(
     chunks, length, xs, ys,
     WIDTH: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
     STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, AFTER: gl.constexpr,
 ):  # fmt: skip
     """Computes TILES tiles of the rows of a level, from `prefix` on, through all chunks of a sequence, for part `part`
     of the last indices of the level. Pointers are to the first token, chunk and head, and to the level."""
@@ -255,7 +255,8 @@ def _walk(
             if REVERSE:
                 chunk = chunks - 1 - chunk
             here = out + chunk.to(gl.int64) * out_step
-            _write_all(here, a0, a1, a2, a3, prefix, part, count, WIDTH, HERE, TILES, V, WARPS, out_layout)
+            if not AFTER:
+                _write_all(here, a0, a1, a2, a3, prefix, part, count, WIDTH, HERE, TILES, V, WARPS, out_layout)
             if GATED:
                 decay = exp2(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
@@ -320,6 +321,8 @@ def _walk(
                 p3 = _product(f0, f1, f2, P)
             a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=(w0, w1, w2, w3))
     async_copy.wait_group(0)
+    if AFTER:
+        _write_all(out, a0, a1, a2, a3, prefix, part, count, WIDTH, HERE, TILES, V, WARPS, out_layout)
     if FINAL:
         _write_all(final, a0, a1, a2, a3, prefix, part, count, WIDTH, HERE, TILES, V, WARPS, out_layout)
 
@@ -330,6 +333,7 @@ def _level(
     before: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, R: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+    AFTER: gl.constexpr,
 ):  # fmt: skip
     """Runs a program of one level; `before` has the rows, prefixes and programs of the levels before."""
     HERE: gl.constexpr = last_indices(WIDTH, TILES)
@@ -341,20 +345,20 @@ def _level(
         xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes + before[1] * (P - 1), out + before[0] * V, out_step,
         init + before[0] * V, final + before[0] * V, program // PARTS * (8 * WARPS * LAST * TILES // HERE),
         program % PARTS, GROUPS * GROUP, chunks, length, xs, ys, WIDTH, TILES, K, V, P, R, STEP, CHUNK, STAGES, WARPS,
-        GATED, REVERSE, INIT, FINAL,
+        GATED, REVERSE, INIT, FINAL, AFTER,
     )  # fmt: skip
 
 
 @gluon.jit
 def state_pass(
-    xt, stride, y, y_st, y_sh, sums, prefixes, s_out, s_init, s_final, starts, chunk_starts, T, tokens, G,
+    xt, stride, y, y_st, y_sh, sums, prefixes, s_out, s_init, s_final, starts, chunk_starts, T, tokens, row_states, G,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
-    ALIGN: gl.constexpr, num_warps: gl.constexpr,
+    GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, AFTER: gl.constexpr,
+    PACKED: gl.constexpr, ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Computes the states. LEVELS has groups and width of each level, as in `levels.Levels`. Grid: programs, key/value
-    heads, sequences."""
+    heads, sequences. row_states and AFTER are those of `states.state_pass`."""
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
     if PACKED:
@@ -364,7 +368,7 @@ def state_pass(
     else:
         start = n.to(gl.int64) * T
         length = T
-        chunk0 = n.to(gl.int64) * gl.cdiv(T, CHUNK)
+        chunk0 = n.to(gl.int64) * row_states
     chunks = gl.cdiv(length, CHUNK)
     rows: gl.constexpr = before_level(LEVELS, len(LEVELS), TILES, num_warps)[0]
     ys = buffers(STAGES, STEP, V)
@@ -381,5 +385,5 @@ def state_pass(
             _level(
                 xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes, out, G * rows * V, s_init + end, s_final + end,
                 chunks, length, ys, before_level(LEVELS, level, TILES, num_warps), LEVELS[level][0], LEVELS[level][1],
-                TILES, K, V, P, R, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+                TILES, K, V, P, R, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL, AFTER,
             )  # fmt: skip
