@@ -419,7 +419,8 @@ class _Chunks:
             s, z, after = self.states[:, 0], self.states.new_empty(0), self.states.shape[1]
         else:
             (s, z), after = launch.new_states(call, False), None
-        return launch.state_launches(call, s, z, self.rows, None, ends, False, gradient, None, after)
+        z_init = self._filled(0, *ends[1].shape)  # where the pass computes Z with S, although nothing reads it
+        return launch.state_launches(call, s, z, self.rows, z_init, ends, False, gradient, None, after)
 
     def _keys(self, count: int) -> Tensor:
         return self.given.new_empty(self.batch, count, *self.given.shape[2:])
