@@ -4,8 +4,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+_TWICE = 1.0  # seconds within which a second SIGTERM is the same request: `timeout` and schedulers send two
 
 
 def _say(text: str) -> None:
@@ -19,8 +22,9 @@ def _say(text: str) -> None:
 class StopRequest:
     """Sets `signal` at the first SIGINT or SIGTERM inside its `with` block.
 
-    After the first signal, the previous handlers are back in place, unless `patient` is true. Python handles signals
-    in the main thread only. In other threads the block has no effect, and `signal` remains None.
+    The next signal goes to the previous handler, unless `patient` is true. A second SIGTERM in the same second has no
+    effect, because a command such as `timeout` sends it to a process and to its group. Python handles signals in the
+    main thread only. In other threads the block has no effect, and `signal` remains None.
 
     Args:
         patient: whether further signals in the block have no effect either.
@@ -30,6 +34,7 @@ class StopRequest:
     def __init__(self, patient: bool = False, doing: str | None = None) -> None:
         self._patient, self._doing = patient, doing
         self.signal: signal.Signals | None = None
+        self._since = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -42,9 +47,13 @@ class StopRequest:
         self._restore()
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        if not self._patient:
-            self._restore()
+        if self.signal is not None:
+            twice = number == self.signal == signal.SIGTERM and time.monotonic() < self._since + _TWICE
+            if not self._patient and not twice:
+                self._restore()
+                signal.raise_signal(number)
+            return
+        self.signal, self._since = signal.Signals(number), time.monotonic()
         if self._doing is not None:
             _say(f"\n{self._doing}{'' if self._patient else '; again to stop now'}\n")
 

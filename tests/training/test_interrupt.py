@@ -40,6 +40,22 @@ def test_second_ctrl_c_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_sigterm_that_is_sent_twice_is_one_request(monkeypatch):
+    """`timeout` sends the signal to the process and to its group, which it is in. Before, the second one killed it."""
+    now = [0.0]
+    monkeypatch.setattr("sympow.training.interrupt.time.monotonic", lambda: now[0])
+    taken = []
+    before = signal.signal(signal.SIGTERM, lambda *_: taken.append(now[0]))
+    try:
+        with StopRequest() as stop:
+            for now[0] in (0.0, 0.1, 5.0):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.signal == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert taken == [5.0]
+
+
 def test_patience_outlasts_a_second_signal():
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(patient=True) as stop:
