@@ -478,9 +478,11 @@ class _Chunks:
         sums = torch.empty(3 if tiled else 2, self.groups, tokens, device=log_g.device, dtype=torch.float32)
         block = min(SUM_BLOCK, max(REACH_TILE.value, next_power_of_2(self.size)))
         numbers = {"T": time, "tokens": tokens, "G": self.groups, "CHUNK": self.size, "most": 0.0}
-        options = {"BLOCK": block, "TILED": tiled, "PACKED": False, "OVERLAP": False}
+        chunks = log_g.shape[0] * ceil_div(time, self.size)
+        heads = plan.heads_together(self.groups, chunks, processors(log_g.device))
+        options = {"BLOCK": block, "HEADS": heads, "TILED": tiled, "PACKED": False, "OVERLAP": False}
         nothing = dict.fromkeys(("begins", "ends", "starts", "chunks"))
-        grid = (log_g.shape[0] * ceil_div(time, self.size), self.groups)
+        grid = (chunks, self.groups // heads)
         launch_kernel(gate_sums, grid, numbers | options, log_g=log_g, sums=sums, **nothing)
         return sums
 

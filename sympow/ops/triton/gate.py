@@ -26,14 +26,15 @@ REACH_TILE = tl.constexpr(64)  # tokens; blocks and iterations of the quadratic 
 @triton.jit
 def gate_sums(
     log_g, sums, begins, ends, starts, chunks, T, tokens, G, CHUNK, most,
-    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Computes sums [2 or 3, G, tokens], float32: log2 of the decay from before the first token of the chunk to after
     each token. The first is rounded to the nearest, and is also the high part; then comes the low part. If TILED, the
     parts of the passes for Hopper come after the rounded sum. `begins` and `ends` are written by `_find_reach` for rows
-    of one chunk; otherwise they are None."""
+    of one chunk, by programs of one head; otherwise they are None. Grid: chunks, G / HEADS."""
     start_next(OVERLAP)
-    g = tl.program_id(1)
+    first_head = tl.program_id(1) * HEADS
+    h = tl.arange(0, HEADS)[None, None, :]
     if PACKED:
         n = tl.load(chunks + 2 * tl.program_id(0))
         first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
@@ -46,34 +47,38 @@ def gate_sums(
         start = tl.cast(n, tl.int64) * T
         length = T
     plane = tl.cast(G, tl.int64) * tokens
-    here = sums + tl.cast(g, tl.int64) * tokens + start
-    t = tl.arange(0, BLOCK // REACH_TILE)[:, None] * REACH_TILE + tl.arange(0, REACH_TILE)[None, :]
+    row = sums + tl.cast(first_head, tl.int64) * tokens + start
+    tile = tl.arange(0, BLOCK // REACH_TILE)[:, None, None]
+    t = tile * REACH_TILE + tl.arange(0, REACH_TILE)[None, :, None]
     end = tl.minimum(first + CHUNK, length)
-    carry = tl.zeros([1], tl.float64)
+    carry = tl.zeros([HEADS], tl.float64)
     for s in range(first, end, BLOCK):
-        valid = s + t < end
-        x = tl.load(log_g + (start + s + t) * G + g, mask=valid, other=0.0).to(tl.float64) * LOG2_E
+        valid = t < end - s
+        gates = log_g + (start + s) * G + first_head
+        x = tl.load(gates + (t * G + h), mask=valid, other=0.0).to(tl.float64) * LOG2_E
         x = tl.where(x < HARDEST, HARDEST, x)  # not `maximum`, which may replace NaN
         local = tl.cumsum(x, 1)
         of_tiles = tl.sum(x, 1)
-        before = (tl.cumsum(of_tiles, 0) - of_tiles + carry)[:, None]
+        before = (tl.cumsum(of_tiles, 0) - of_tiles + carry[None, :])[:, None, :]
         total = local + before
         high = total.to(tl.float32)
-        tl.store(here + s + t, high, mask=valid)
+        here = row + s + h.to(tl.int64) * tokens
+        tl.store(here + t, high, mask=valid)
         parts = here + plane
         if TILED:
             of_tile = (tl.floor(before / TILE_GRID) * TILE_GRID).to(tl.float32)
-            high = tl.broadcast_to(of_tile, [BLOCK // REACH_TILE, REACH_TILE])
-            tl.store(parts + s + t, high, mask=valid)
+            high = tl.broadcast_to(of_tile, [BLOCK // REACH_TILE, REACH_TILE, HEADS])
+            tl.store(parts + t, high, mask=valid)
             parts += plane
-        tl.store(parts + s + t, (total - high.to(tl.float64)).to(tl.float32), mask=valid)
+        tl.store(parts + t, (total - high.to(tl.float64)).to(tl.float32), mask=valid)
         carry += tl.sum(of_tiles, 0)
     if begins is not None:
         tl.debug_barrier()  # the sums of other threads are read next
-        at = reach_tile(n, g, 0, T, tokens, REACH_TILE)
+        tl.static_assert(HEADS == 1)
+        at = reach_tile(n, first_head, 0, T, tokens, REACH_TILE)
         if TILED:
-            here += plane
-        _find_reach(here, here + plane, begins + at, ends + at, T, most)
+            row += plane
+        _find_reach(row, row + plane, begins + at, ends + at, T, most)
 
 
 @triton.jit
@@ -209,27 +214,28 @@ def through_states(
 def gate_gradient_by_chunk(
     dq_sums, dk_sums, through, last, log_g, dlog_g, starts, chunks, T, tokens, G,
     R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Computes the same as `gate_gradient`, from the sum of the terms between each token and the end of its chunk, and
     the sum over all later chunks, `through` [chunks, G, PARTS]. COUNT is a power of two, at least PARTS. Grid: chunks,
-    G."""
+    G / HEADS."""
     n, start, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
-    g = tl.cast(tl.program_id(1), tl.int64)
-    t = tl.arange(0, BLOCK)
+    heads = tl.cast(tl.program_id(1), tl.int64) * HEADS + tl.arange(0, HEADS)
+    g = heads[None, :]
+    t = tl.arange(0, BLOCK)[:, None]
     end = tl.minimum(first + CHUNK, length)
-    carry = tl.zeros([1], tl.float64)
+    carry = tl.zeros([HEADS], tl.float64)
     if end < length:
-        part = tl.arange(0, COUNT)
+        part = tl.arange(0, COUNT)[:, None]
         parts = through + (tl.program_id(0) * G + g) * PARTS
         carry += tl.sum(tl.load(parts + part, mask=part < PARTS, other=0.0), 0)
     elif FINAL:
-        carry += tl.load(last + n * G + g)
+        carry += tl.load(last + n * G + heads)
     count = tl.cdiv(end - first, BLOCK)
     for i in range(count):
         token = first + (count - 1 - i) * BLOCK + t
         valid = token < end
         x = _gate_terms(dq_sums, dk_sums, tokens, g, start + token, valid, R, P)
-        later = tl.cumsum(x, 0, reverse=True) + carry
+        later = tl.cumsum(x, 0, reverse=True) + carry[None, :]
         _store_gradient(dlog_g, log_g, (start + token) * G + g, later, valid)
         carry += tl.sum(x, 0)

@@ -18,7 +18,7 @@ from sympow.ops.triton.hopper import output as hopper_output
 from sympow.ops.triton.hopper import query_gradient as hopper_query_gradient
 from sympow.ops.triton.hopper import states as hopper_states
 from sympow.ops.triton.levels import TILE
-from sympow.ops.triton.plan import THREE_PROGRAMS, WEIGH_BLOCK, Call, Plan
+from sympow.ops.triton.plan import THREE_PROGRAMS, WEIGH_BLOCK, Call, Plan, heads_together
 from sympow.ops.triton.segments import Segments, few, join_blocks, join_launcher, segments_of
 
 GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's gradient, along whole rows and within chunks
@@ -550,9 +550,11 @@ def gate_gradient(
 
 def _gate_gradient_by_chunk(plan: Plan, final: bool, parts: int, block: int) -> Launcher:
     constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "BLOCK": block, "FINAL": final}
-    constants |= {"PARTS": parts, "COUNT": next_power_of_2(parts)}
+    chunks = plan.layout.blocks(plan.chunk)
+    heads = heads_together(plan.G, chunks, plan.processors)
+    constants |= {"PARTS": parts, "COUNT": next_power_of_2(parts), "HEADS": heads}
     numbers = plan.sequences() | {"G": plan.G}
-    grid = (plan.layout.blocks(plan.chunk), plan.G)
+    grid = (chunks, plan.G // heads)
     return Launcher(gate.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})
 
 

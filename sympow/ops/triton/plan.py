@@ -638,6 +638,14 @@ def forget_plans() -> None:
 SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # tokens of a block of the gate's sums, within chunks and along whole rows
 
 
+def heads_together(groups: int, chunks: int, processors: int) -> int:
+    """Returns how many of `groups` heads a program of the gate's passes takes: four if every SM then has a program.
+
+    The gates of a token are next to one another in memory, and a program of one head reads eight to use one.
+    """
+    return 4 if groups % 4 == 0 and chunks * groups >= 4 * processors else 1
+
+
 class Gate(NamedTuple):
     """Holds sums of the gate's logarithms, and the keys and queries that the gate leaves (`gate.gate_sums`)."""
 
@@ -774,7 +782,8 @@ def _gate_sums(plan: Plan) -> Launcher:
     size = plan.chunk or plan.layout.length
     numbers = plan.sequences() | {"G": plan.G, "CHUNK": size, "most": plan.vanishing}
     block = min(SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, next_power_of_2(size))
-    constants = {"BLOCK": max(block, gate_kernels.REACH_TILE.value), "PACKED": plan.layout.packed}
-    constants |= {"TILED": plan.tiled, "num_warps": 8 if block > SUM_BLOCK else 4}
-    grid = (plan.layout.blocks(size), plan.G)
+    heads = 1 if plan.reaches else heads_together(plan.G, plan.layout.blocks(size), plan.processors)
+    constants = {"BLOCK": max(block, gate_kernels.REACH_TILE.value), "HEADS": heads, "PACKED": plan.layout.packed}
+    constants |= {"TILED": plan.tiled, "num_warps": 8 if block * heads > 2 * SUM_BLOCK else 4}
+    grid = (plan.layout.blocks(size), plan.G // heads)
     return Launcher(gate_kernels.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})
