@@ -83,8 +83,8 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
     plan.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
-        q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        log_g = torch.empty(1, 2048, 2, requires_grad=True)
+        q, k, v = (torch.empty(1, 2048, 4, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        log_g = torch.empty(1, 2048, 4, requires_grad=True)
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": False}
         with torch.no_grad():
             attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
@@ -109,18 +109,19 @@ def launches_of_one_token(key_dim: int, p: int) -> list[tuple]:
 
 def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the delta rule, forward and backward, with a gate and without, of rows of chunks whose groups one launch
-    solves, and of one chunk of more groups."""
+    solves, and of one chunk of more groups; with a gate, the last state too."""
     plan.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
         q, k, v = (torch.empty(1, 1536, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         beta, gates = (torch.empty(1, 1536, 2, requires_grad=True) for _ in range(2))
         for log_g, chunk in itertools.product((gates, None), (512, 1536)):
-            out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, chunk, False))
+            out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, chunk, log_g is not None))
             out.backward(torch.empty_like(out))
     own = [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta_kernels"]
-    # The reads of states, and the passes that write the next state for them.
-    return own + [launch for launch in recorded if launch[1].get("reach") is not None or launch[1].get("AFTER")]
+    # The reads of states, and the passes that write the next state for them, or the last one.
+    of_states = [launch for launch in recorded if launch[1].get("AFTER") or launch[1].get("FINAL")]
+    return own + [launch for launch in recorded if launch[1].get("reach") is not None] + of_states
 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
