@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.cases import FORMS, Case, make_inputs
+from benchmarks.common.cases import FORMS, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import graphed, kernel_milliseconds, measured, milliseconds, options, write
-from benchmarks.ops import GRAPHED, MODES, check, chunk_size, expected, power_call
+from benchmarks.ops import GRAPHED, check, chunk_size, expected
 from benchmarks.tables import chunks_table
 
 SHORTEST = 256

@@ -1,9 +1,9 @@
 """Times the op of another version and of this one, in turns: `python -m benchmarks.compare --base FOLDER --csv FILE`.
 
 FOLDER holds the files of the other version, as `git worktree add FOLDER COMMIT` makes it. Each version has a process of
-its own. Every round times a call once in each, so that a machine that slows down does so for both. The ratio is the
-median over the rounds, of the time here divided by the time there. `python -m benchmarks.ops` checks and times the same
-calls beside other libraries.
+its own, which takes only the package `sympow` from there. Every round times a call once in each, so that a machine that
+slows down does so for both. The ratio is the median over the rounds, of the time here divided by the time there.
+`python -m benchmarks.ops` checks and times the same calls beside other libraries.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from benchmarks.common.cases import CASES, Case, make_inputs
+from benchmarks.common.cases import CASES, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import measured, milliseconds, options, write
-from benchmarks.ops import MODES, power_call
 
 HERE = Path(__file__).parents[1]
 ROUNDS = 9
@@ -31,7 +31,9 @@ class Version:
 
     def __init__(self, folder: Path, device: str, threads: int):
         command = [sys.executable, __file__, "--answer", device, str(threads)]
-        environment = os.environ | {"PYTHONPATH": str(folder)}
+        self._package = tempfile.TemporaryDirectory()
+        (Path(self._package.name) / "sympow").symlink_to(folder / "sympow")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join((self._package.name, str(HERE)))}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -52,6 +54,7 @@ class Version:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+        self._package.cleanup()
 
 
 def answer(device: str, threads: int) -> None:

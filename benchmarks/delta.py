@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.common.cases import Case, make_inputs
+from benchmarks.common.cases import MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import gpu_peak_extra_bytes, measured, milliseconds, options, write
 from benchmarks.common.peers import PEERS
-from benchmarks.ops import MODES, bound, power_call, relative
+from benchmarks.ops import bound, relative
 from sympow.ops import power_delta_rule
 
 CASES = {

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common.cases import DTYPES, Case, make_inputs
+from benchmarks.common.cases import DTYPES, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import measured, options, write
 from benchmarks.common.peers import heads_first
-from benchmarks.ops import MODES, check, expected, power_call, relative
+from benchmarks.ops import check, expected, relative
 from sympow.layers.attention import BLOCK
 from sympow.layers.power import PowerAttention
 from sympow.layers.softmax import SoftmaxAttention

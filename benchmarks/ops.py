@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.common.cases import CASES, DTYPES, Case, make_inputs
+from benchmarks.common.cases import CASES, DTYPES, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import (
     gpu_peak_extra_bytes,
     graphed,
@@ -33,22 +33,10 @@ from benchmarks.common.measure import (
     write,
 )
 from benchmarks.common.peers import PEERS, supports
-from sympow.ops import power_attention
 from sympow.ops.eager import default_chunk_size
 
-MODES = ("forward", "forward+backward")
 GRAPHED = 4096  # tokens up to which a call on a GPU is timed as a CUDA graph
 SAME = ("device", "peer", "mode", "dtype", "B", "T", "H", "G", "K", "V", "p", "gated")  # what a row is about
-
-
-def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chunk: int | None = None) -> list[Tensor]:
-    """Returns the output, and with a backward the gradients of all inputs."""
-    leaves = {name: x for name, x in inputs.items() if name != "dout"}
-    with torch.set_grad_enabled(mode != "forward"):
-        out = power_attention(**leaves, p=case.p, normalize=case.p % 2 == 0, chunk_size=chunk, impl=impl).out
-    if mode == "forward":
-        return [out]
-    return [out, *torch.autograd.grad(out, list(leaves.values()), inputs["dout"])]
 
 
 @dataclass(frozen=True)

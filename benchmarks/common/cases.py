@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from sympow import power_attention
+
+MODES = ("forward", "forward+backward")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -73,3 +76,13 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
         inputs["log_g"] = logsigmoid(torch.randn(case.B, case.T, case.G, generator=gen, device=device) + bias)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     return inputs | {"dout": normal(case.H, case.V)}
+
+
+def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chunk: int | None = None) -> list[Tensor]:
+    """Returns the output, and with a backward the gradients of all inputs."""
+    leaves = {name: x for name, x in inputs.items() if name != "dout"}
+    with torch.set_grad_enabled(mode != "forward"):
+        out = power_attention(**leaves, p=case.p, normalize=case.p % 2 == 0, chunk_size=chunk, impl=impl).out
+    if mode == "forward":
+        return [out]
+    return [out, *torch.autograd.grad(out, list(leaves.values()), inputs["dout"])]

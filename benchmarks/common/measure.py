@@ -1,4 +1,7 @@
-"""Measures time and memory. All benchmarks use these functions and options."""
+"""Measures time and memory. All benchmarks use these functions and options.
+
+Functions import what they need of `sympow`, so that `benchmarks.compare` can time versions that do not have it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ from typing import Any
 import torch
 
 from benchmarks.common.code_hash import PARTS, code_hash
-from sympow.cli.options import positive
-from sympow.recall.results import read_cells, write_results
 
 TEXTS = ("commit", "code", "corpus", "torch")  # columns of text that may look like a number
 
@@ -153,6 +154,8 @@ def processor(device: str) -> str:
 
 def options(module: str, doc: str) -> argparse.ArgumentParser:
     """Returns the options of every command that times something here; `doc` is its module's docstring."""
+    from sympow.cli.options import positive
+
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
     parser.add_argument("--device", type=_device, choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads, for all that is timed (default: 2)")
@@ -179,6 +182,8 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     None is an empty cell, and so is a name that a row lacks. Lists and dicts are JSON. So is a text that `read` would
     take for another value, such as "1e5", and one with line breaks.
     """
+    from sympow.recall.results import write_results
+
     write_results(path, [{name: _cell(name, value) for name, value in row.items()} for row in rows])
 
 
@@ -187,6 +192,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Every row has all columns of the file. Cells of the columns TEXTS are text, whatever they look like.
     """
+    from sympow.recall.results import read_cells
+
     return [{name: _value(name, text) for name, text in row.items()} for row in read_cells(path)]
 
 
