@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median, stdev
@@ -31,10 +31,11 @@ class Rule(NamedTuple):
     """Says how the rows of some files are compared.
 
     Attributes:
-        keys: the columns that describe a case. They name one row of a file.
+        keys: the columns that describe a case. They name one row of a file. Columns that a file lacks do not count.
         values: columns that are compared, and how far a value may lie from the committed one. TIME: 5% longer. RATE:
-            5% lower. Both only on the same processor. RATIO to a peer: 5% lower, on any processor. SEEDS: two standard
-            deviations over seeds, the median of all cases in the file. A number: so much in both directions.
+            5% lower. RATIO to a peer: 5% lower. SEEDS: two standard deviations over seeds, the median of all cases in
+            the file. A number: so much in both directions. On another processor a row with a time or a rate is compared
+            only if it has a ratio, and then without the time or the rate.
     """
 
     keys: str
@@ -47,6 +48,7 @@ _MODEL = "mixer options dtype d_model layers heads vocabulary context"
 _STEP = "preset vocabulary context rows micro_batch mixer mode ranks precision optimizer"
 _SERVED = "measure model streams new_tokens behind_tokens kind prompt_tokens requests clients"
 _SAME = ("equal_to_alone", "equal", "all_4xx", "other_answers_equal", "answers_wrong_or_lost", "bytes_of_all_slots")
+_RECALL = "label mixers width heads layers mlp_ratio positions train test length pairs vocab_size"
 _LOSS = {"held_out_loss": SEEDS}
 RULES = {  # the first that matches
     "ops_*": Rule(f"{_SHAPE} peer", {"ms": TIME, "ratio": RATIO}),
@@ -70,9 +72,9 @@ RULES = {  # the first that matches
     "training_*": Rule(_STEP, {"tokens_per_second": RATE}),
     "long_row_*": Rule("preset mixer p length trained_steps", {"seconds": TIME, "finite": 0, "flat_or_falling": 0}),
     "long_text_*": Rule("trained_context seed start end", {"loss_late": SEEDS}),
-    "mqar_*": Rule("run length pairs", {"test_accuracy": POINT}),
+    "mqar_*": Rule(f"{_RECALL} learning_rate seed examples epochs batch_size", {"test_accuracy": POINT}),
     "zoology_trainer_*": Rule("mixer vocab_size length pairs steps learning_rate", {"test_accuracy": POINT}),
-    "block_search.csv": Rule(f"{_RUN} compiled commit", _LOSS),
+    "block_search.csv": Rule(f"{_RUN} compiled parameters", _LOSS),
     "learning.csv": Rule(f"{_RUN} optimizer muon_rate scale corpus", _LOSS),
     "context_scaling/runs.csv": Rule(f"{_RUN} scale corpus", _LOSS),
     "context_scaling/speed.csv": Rule("variant context mode", {"tokens_per_second": RATE}),
@@ -94,9 +96,9 @@ def rule_of(name: str) -> Rule:
     return rule
 
 
-def key_of(rule: Rule, row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the case of a row."""
-    return {name: row[name] for name in rule.keys.split() if row.get(name) is not None}
+def key_of(rule: Rule, row: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:
+    """Returns the case of a row, by those keys that are among some columns."""
+    return {name: row[name] for name in rule.keys.split() if name in columns and row.get(name) is not None}
 
 
 def compare(name: str, old: Sequence[dict[str, Any]], new: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -111,18 +113,21 @@ def compare(name: str, old: Sequence[dict[str, Any]], new: dict[str, Any]) -> It
         ValueError: if the file has no rule, if it has not one row of this case, or if the code is not known.
     """
     rule = rule_of(name)
-    key = key_of(rule, new)
-    same = [row for row in old if key_of(rule, row) == key]
+    key = key_of(rule, new, old[0])
+    same = [row for row in old if key_of(rule, row, row) == key]
     if len(same) != 1:
         raise ValueError(f"expected one row of {name} with {key}; got {len(same)}")
     processor, commit = new.get("processor"), new.get("commit")
     code = new.get("code") or code_hash(part_of(Path(name), processor), commit)
     if code is None:
         raise ValueError(f"expected the hash of the code, or a commit that git knows; got {commit}")
-    for column, allowed in rule.values.items():
-        before, now = same[0].get(column), new.get(column)
-        if before is None or (allowed in (TIME, RATE) and same[0].get("processor") != processor):
-            continue
+    values = {column: allowed for column, allowed in rule.values.items() if same[0].get(column) is not None}
+    if same[0].get("processor") != processor and {TIME, RATE} & {*values.values()}:
+        if RATIO not in values.values():
+            return
+        values = {column: allowed for column, allowed in values.items() if allowed not in (TIME, RATE)}
+    for column, allowed in values.items():
+        before, now = same[0][column], new.get(column)
         limit = _spread(rule, old, column) if allowed == SEEDS else allowed
         agrees = now is not None and _agrees(before, now, limit)
         yield {"file": name, "key": key, "column": column, "before": before, "now": now, "allowed": limit,
@@ -140,7 +145,7 @@ def _spread(rule: Rule, rows: Sequence[dict[str, Any]], column: str) -> float:
     cases: dict[str, list[float]] = {}
     for row in rows:
         if row.get(column) is not None:
-            cases.setdefault(str(key_of(rule, row | {"seed": None})), []).append(row[column])
+            cases.setdefault(str(key_of(rule, row | {"seed": None}, row)), []).append(row[column])
     return round(2 * median(stdev(values) for values in cases.values() if len(values) > 1), 5)
 
 
