@@ -78,9 +78,21 @@ def test_another_card_repeats_ratios_and_losses_only(repeated, tmp_path):
 
 @pytest.mark.parametrize(("loss", "agrees"), [(2.028, True), (1.972, True), (2.029, False), (1.971, False)])
 def test_losses_may_differ_by_two_standard_deviations_over_seeds(repeated, loss, agrees):
-    """Here 0.0283, of a case with two seeds. A run with one seed says nothing of it."""
-    old = [LOSS, LOSS | {"seed": 1, "held_out_loss": 2.02}, LOSS | {"variant": "window", "held_out_loss": 9.0}]
+    """Here 0.0283, of a case with two seeds. A run with one seed says nothing of it, and is allowed the same."""
+    one = LOSS | {"variant": "window"}
+    old = [LOSS, LOSS | {"seed": 1, "held_out_loss": 2.02}, one]
     assert repeated("learning.csv", old, new(LOSS, held_out_loss=loss)) == ((0, []) if agrees else (1, ["a"]))
+    repeat.RESULTS.joinpath(repeat.REPEATED).unlink()
+    assert repeated("learning.csv", old, new(one, held_out_loss=loss)) == ((0, []) if agrees else (1, ["a"]))
+
+
+def test_a_case_that_spreads_more_may_differ_more(repeated):
+    """Than the median of 0.1, 0.2 and 0.4, two standard deviations."""
+    cases = [(LOSS | {"variant": name}, spread / 2**0.5) for name, spread in zip("abc", (0.1, 0.2, 0.4), strict=True)]
+    old = [row for case, step in cases for row in (case, case | {"seed": 1, "held_out_loss": 2 + step})]
+    assert repeated("learning.csv", old, *(new(case, held_out_loss=2.199) for case, _ in cases)) == (0, [])
+    assert repeated("learning.csv", old, new(cases[2][0], held_out_loss=2.399)) == (0, [])
+    assert repeated("learning.csv", old, new(cases[1][0], held_out_loss=2.201)) == (1, ["a"])
 
 
 def test_a_column_that_the_file_lacks_does_not_count(repeated):
