@@ -121,12 +121,16 @@ def _worst(ratios: dict[tuple[int, int], float | None], chunk: int, quadratic: i
 def main() -> int:
     parser = options("benchmarks.chunks", __doc__)
     parser.add_argument("--no-gate", action="store_true", help="of calls without a gate")
+    parser.add_argument("--widths", type=int, nargs="+", help="only shapes of these K")
     parser.add_argument("--plot", type=Path, help="PNG of the passes' times against chunk size, GPU only")
     args = parser.parse_args()
     if args.plot and args.device == "cpu":
         parser.error("--plot shows the passes, kernels of --device cuda; on the CPU there are none")
     torch.set_num_threads(args.threads)
-    forms = [(replace(case, gated=not args.no_gate), chunks) for case, chunks in FORMS[args.device]]
+    forms = [(replace(case, gated=not args.no_gate), chunks) for case, chunks in FORMS[args.device]
+             if case.K in (args.widths or (case.K,))]  # fmt: skip
+    if not forms:
+        parser.error(f"--widths are of {sorted({case.K for case, _ in FORMS[args.device]})}; got {args.widths}")
     if args.device == "cuda":
         compile_kernels(forms, args.device)
     rows: list[dict] = []

@@ -166,6 +166,7 @@ def main() -> int:
     run.add_argument(
         "--measures", action="store_true", help="measure the use of the context, also of runs that lack it"
     )
+    run.add_argument("--again", action="store_true", help="also train runs whose rows are committed")
     run.add_argument("--keep", type=Path, help="keep the folders of runs here, with their weights")
     plan = commands.add_parser("plan", help="print the seconds that runs of grids are expected to take")
     plan.set_defaults(command=_plan)
@@ -200,7 +201,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.measures:
         measured = {row["run"] for row in _use(USE) if row["corpus"] == corpus}
         finished = {run for run in finished if run.name in measured}
-    left = [run for run in dict.fromkeys(chosen) if run not in finished]
+    left = [run for run in dict.fromkeys(chosen) if options.again or run not in finished]
     print(f"{len(left)} of {len(set(chosen))} runs to do", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
     trainer = Trainer(options.scale, options.corpus, device, options.compile, options.measures, options.keep)

@@ -1,20 +1,21 @@
 """Writes the tables of docs from committed results: `python -m benchmarks.tables`. `--check` only compares. `--stale`
-lists the results whose code has changed since they were measured.
+lists the results whose code has changed since they were measured, and whose rows were not repeated since.
 
 A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results, or
-one of `benchmarks.pages.context_tables`. A line below it names the files whose code has changed since. This line alone
-is between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages whose tables other programs write.
+one of `benchmarks.pages.context_tables`. Lines below it name the files whose code has changed since, apart from those
+that `benchmarks.repeat` confirms. These lines alone are between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages
+whose tables other programs write.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common.code_hash import PARTS, code_hash
+from benchmarks.common.code_hash import code_hash, part_of
 from benchmarks.common.measure import read
 from benchmarks.pages import context_tables
 from benchmarks.pages.learning_tables import learning_table
@@ -28,6 +29,7 @@ from benchmarks.pages.mqar_tables import (
 )
 from benchmarks.pages.prose import filled, table
 from benchmarks.pages.serving_tables import load_table, serving_table
+from benchmarks.repeat import REPEATED, confirmed
 from sympow.recall.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -345,20 +347,29 @@ TABLES = {
 
 
 def of_results(name: str) -> str:
-    """Returns the table of a name; a sentence where there is none yet. Below it, which of its files are stale."""
+    """Returns the table of a name; a sentence where there is none yet. Below it, `stale_lines` of its files."""
     if name in context_tables.TABLES:
         text, sources = context_tables.TABLES[name](RESULTS), context_tables.SOURCES[name]
     elif (path := RESULTS / name).is_file():
         text, sources = TABLES[name](read_results(path) if name.startswith("mqar") else read(path)), (name,)
     else:
         return MISSING
-    return "\n\n".join(filter(None, [text, stale_line(sources)]))
+    return "\n\n".join(filter(None, [text, stale_lines(sources)]))
 
 
-def stale_line(names: Sequence[str]) -> str:
-    """Returns a line that names the stale files among some; "" if there is none."""
-    late = [f"`{name}`" for name in sorted(names) if next(stale_commits(RESULTS / name), None)]
-    return f"Stale, measured with earlier code: {', '.join(late)}." if late else ""
+def stale_lines(names: Sequence[str]) -> str:
+    """Returns lines that name the files of earlier code among some, stale ones and confirmed ones; "" if none is."""
+    late: list[str] = []
+    agreeing: list[str] = []
+    for path in (RESULTS / name for name in sorted(names)):
+        if earlier(path):
+            (agreeing if repetitions(path) else late).append(f"`{path.relative_to(RESULTS).as_posix()}`")
+    lines = [f"Stale, measured with earlier code: {', '.join(late)}."] if late else []
+    if agreeing:
+        rows = sum(repetitions(RESULTS / name) for name in names)
+        lines.append(f"Measured with earlier code: {', '.join(agreeing)}. Rows repeated with the present code "
+                     f"agree: {rows}.")  # fmt: skip
+    return "\n\n".join(lines)
 
 
 def with_tables(text: str) -> str:
@@ -367,44 +378,48 @@ def with_tables(text: str) -> str:
 
 
 def with_stale_lines(text: str) -> str:
-    """Returns `text` with the lines that name stale files written anew."""
+    """Returns `text` with the lines that name files of earlier code written anew."""
 
     def written(pattern: str) -> str:
-        return stale_line([path.relative_to(RESULTS).as_posix() for path in RESULTS.glob(pattern)])
+        return stale_lines([path.relative_to(RESULTS).as_posix() for path in RESULTS.glob(pattern)])
 
     return filled(text, written, kind="stale")
 
 
 def stale(path: Path) -> list[str]:
-    """Returns the commits of rows whose code has changed since the measurement, sorted."""
-    return sorted(set(stale_commits(path)))
+    """Returns the commits of rows whose code has changed since the measurement, sorted; none of a confirmed file."""
+    return [] if repetitions(path) else sorted(set().union(*earlier(path).values()))
 
 
-def stale_commits(path: Path) -> Iterator[str]:
-    """Yields the commit of each kind of row whose code has changed since the measurement.
+def earlier(path: Path) -> dict[str, set[str]]:
+    """Returns the commits of rows whose code has changed since the measurement, by the part of the code.
 
     A row contains the hash of its code. For a row without a hash, the hash of the code at its commit is used. Rows of a
     commit that git does not know are stale. Rows that name neither a commit nor a hash are left out.
     """
-    named = "cpu" if path.stem.endswith("_cpu") else "cuda"
     runs = {
-        (row.get("commit") or "unknown", row.get("code"), PARTS[_device(row.get("processor")) or named])
+        (part_of(path, row.get("processor")), row.get("commit") or "unknown", row.get("code"))
         for row in (read(path) if path.is_file() else [])
         if row.get("commit") or row.get("code")
     }
-    for commit, code, part in sorted(runs, key=str):
+    found: dict[str, set[str]] = {}
+    for part, commit, code in sorted(runs, key=str):
         if (code or code_hash(part, commit)) != code_hash(part):
-            yield commit
+            found.setdefault(part, set()).add(commit)
+    return found
 
 
-def _device(processor: str | None) -> str | None:
-    """Returns the device that a row names by its processor."""
-    return processor and ("cuda" if processor.startswith("NVIDIA") else "cpu")
+def repetitions(path: Path) -> int:
+    """Returns how many rows of a file of earlier code were repeated with the present code; 0 if that does not confirm
+    the file."""
+    name = path.relative_to(RESULTS).as_posix()
+    counts = [confirmed(RESULTS / REPEATED, name, code) for code in {code_hash(part) for part in earlier(path)}]
+    return sum(counts) if all(counts) else 0
 
 
 def print_stale() -> int:
     """Prints the files of results with stale rows, and returns how many there are."""
-    files = sorted(RESULTS.rglob("*.csv"))
+    files = sorted(path for path in RESULTS.rglob("*.csv") if path.name != REPEATED)
     found = {path.relative_to(RESULTS).as_posix(): commits for path in files if (commits := stale(path))}
     for name, commits in found.items():
         print(f"{name}: the code that it measured has changed since {', '.join(commits)}")

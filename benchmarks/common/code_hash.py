@@ -20,6 +20,12 @@ ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.reference")}
 
 
+def part_of(path: Path, processor: str | None) -> str:
+    """Returns the part that a row of a file of results measured: by its processor, or else by the file's name."""
+    on_cpu = not processor.startswith("NVIDIA") if processor else path.stem.endswith("_cpu")
+    return PARTS["cpu" if on_cpu else "cuda"]
+
+
 @lru_cache
 def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
     """Returns 12 hex digits for the code of `part` and of all that it imports of `sympow` and may run.

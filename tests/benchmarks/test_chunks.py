@@ -53,6 +53,15 @@ def test_rows(monkeypatch, tmp_path, capsys):
     assert "p 2, K 4, forward: chunk 16, quadratic up to 16: 1.000x; auto now 1.500x" in printed
 
 
+def test_some_widths(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(FORMS, "cpu", [(SMALL, (8, 16)), (Case(T=16, H=2, G=1, K=5, V=3), (8, 16))])
+    status, rows = run(monkeypatch, tmp_path, "--widths", "5")
+    assert status == 0 and {row["K"] for row in rows} == {5}
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, "--widths", "6")
+    assert "--widths are of [4, 5]; got [6]" in capsys.readouterr().err
+
+
 def test_without_a_gate(monkeypatch, tmp_path, capsys):
     status, rows = run(monkeypatch, tmp_path, "--no-gate")
     assert status == 0 and not any(row["gated"] for row in rows)

@@ -73,6 +73,8 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
     assert read(tmp_path / "committed" / "learning_context.csv") == use
     assert call(monkeypatch, *words) == 0
     assert "0 of 2 runs to do" in capsys.readouterr().out
+    assert call(monkeypatch, *words, "--again", "--minutes", 0) == 0
+    assert "2 of 2 runs to do" in capsys.readouterr().out
     (tmp_path / "committed" / "learning_context.csv").unlink()
     assert call(monkeypatch, *words[:-3], "--minutes", 0) == 0
     assert call(monkeypatch, *words, "--minutes", 0) == 0
