@@ -7,7 +7,8 @@ the layer, the same layer with softmax attention. On the CPU a call returns when
 
 A GPU's backward runs in a thread of its own, which Python and PyTorch's code first have to reach. `one_thread_us` is
 `us` with the backward in the thread of the caller (`torch.autograd.set_multithreading_enabled(False)`). `--profile`
-prints which functions take that time.
+prints which functions take that time. `--launches` prints the kernels of a call and what the host does in it, by parts:
+for a compiled layer, the guards of torch.compile, what it runs around the graph, the code that it made, and operators.
 
 Every call is checked before it is timed: power attention as `benchmarks.ops` does, a layer against itself in float32 by
 the implementation in plain torch.
@@ -21,6 +22,7 @@ import pstats
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +36,7 @@ from benchmarks.common.cases import DTYPES, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import measured, options, write
 from benchmarks.common.peers import heads_first
 from benchmarks.ops import check, expected, relative
+from benchmarks.training_profile import kernels
 from sympow.layers.attention import BLOCK
 from sympow.layers.power import PowerAttention
 from sympow.layers.softmax import SoftmaxAttention
@@ -51,10 +54,19 @@ CASES = {
     "cpu": [Case(64, H=2, G=2, K=16, V=16)],
     "cuda": [_gpu(256), _gpu(1024), _gpu(4096), _gpu(1024, 8), _gpu(4096, 8)],
 }
-LAYER_CASES = {"cpu": CASES["cpu"], "cuda": [_gpu(1024), _gpu(4096, 8)]}
+LAYER_CASES = {"cpu": CASES["cpu"], "cuda": [_gpu(1024), _gpu(1024, 8), _gpu(4096, 8)]}
 CALLS = 20  # timed together, one after the other: few enough that the queue of the GPU takes them all
 ROUNDS = 15
 FUNCTIONS = 15  # of a profile
+# What the profiler of PyTorch records on the host, by the beginnings of the names; all others are "other".
+HOST_PARTS = {
+    "guards": ("TorchDynamo Cache Lookup",),
+    "around the graph": ("Torch-Compiled Region", "CompiledFunction", "autograd::"),
+    "compiled code": ("## Call CompiledFxGraph",),
+    "operators of sympow": ("sympow::", "Direct_", "Registered_"),
+    "operators of PyTorch": ("aten::",),
+    "launches": ("cudaLaunch", "cuLaunch", "cudaMemset", "cudaMemcpy"),
+}
 # Of a layer's output and of the gradient of its input: a few roundings of the dtype, one behind the other.
 ROUNDINGS = 8
 
@@ -152,8 +164,41 @@ def print_profile(call: Callable[[], object]) -> None:
     pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(FUNCTIONS)
 
 
-def measure(case: Case, device: str, what: str, profile: bool = False) -> dict:
-    """Returns the row of a case; `what` is one of MODES or LAYERS. With `profile`, prints the profile of our call."""
+def host_parts(times: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Returns the sum of the times of each of HOST_PARTS and of "other", the largest first."""
+    parts: Counter[str] = Counter()
+    for name, us in times:
+        parts[next((part for part, begins in HOST_PARTS.items() if name.startswith(begins)), "other")] += us
+    return dict(parts.most_common())
+
+
+def print_launches(call: Callable[[], object], device: str) -> None:
+    """Prints the kernels of a call on the GPU, and the time of its parts on the host, the profiler's share included."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(CALLS):
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    on_host = [(event.key, event.self_cpu_time_total) for event in profiler.key_averages()]
+    parts = {part: us / CALLS for part, us in host_parts(on_host).items() if us}
+    print("host, us a call: " + ", ".join(f"{part} {us:.0f}" for part, us in parts.items()))
+    events = [x for x in profiler.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    if events:
+        rows, busy, _ = kernels(events, CALLS)
+        launches = sum(row["launches"] for row in rows)
+        print(f"kernels: {launches:.0f} a call, {busy * 1e3:.0f} us")
+        for row in rows:
+            print(f"{row['launches']:>6} {row['ms'] * 1e3:>8.0f} us  {row['kernel'][:100]}")
+
+
+def measure(case: Case, device: str, what: str, profile: bool = False, launches: bool = False) -> dict:
+    """Returns the row of a case; `what` is one of MODES or LAYERS.
+
+    With `profile` and `launches`, prints what our call does.
+    """
     with softmax_kernel(device):
         calls = layer_calls if what in LAYERS else op_calls
         ours, peer, wrong = calls(case, device, what)
@@ -162,6 +207,8 @@ def measure(case: Case, device: str, what: str, profile: bool = False) -> dict:
             (one, _), (peer_one, _) = microseconds([ours, peer], device)
             if profile:
                 print_profile(ours)
+            if launches:
+                print_launches(ours, device)
     return (
         {"what": what, "device": device, "dtype": case.dtype, "gated": case.gated, "p": case.p}
         | {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V}
@@ -176,15 +223,21 @@ def measure(case: Case, device: str, what: str, profile: bool = False) -> dict:
 def main() -> None:
     parser = options("benchmarks.host", __doc__)
     parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
+    parser.add_argument(
+        "--launches", action="store_true", help="print the kernels of calls, and parts of the host's time"
+    )
+    parser.add_argument(
+        "--what", nargs="+", default=(*MODES, *LAYERS), choices=(*MODES, *LAYERS), help="(default: all)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[dict] = []
     names = ("us", "peer_us", "one_thread_us", "peer_one_thread_us", "wall_us", "peer_wall_us")
     titles = " ".join(f"{name.removesuffix('_us').replace('_', ' '):>15}" for name in names)
     print(f"{'what':>22} {'B':>3} {'T':>6} {titles} {'ratio':>6} {'err':>8}")
-    for what in (*MODES, *LAYERS):
+    for what in args.what:
         for case in (LAYER_CASES if what in LAYERS else CASES)[args.device]:
-            row = measure(case, args.device, what, args.profile)
+            row = measure(case, args.device, what, args.profile, args.launches)
             times = " ".join(f"{row[name]:>15.1f}" for name in names)
             print(f"{what:>22} {row['B']:>3} {row['T']:>6} {times} {row['ratio']:>6.2f} {row['err']:>8.1e}", flush=True)
             rows.append(row)

@@ -20,6 +20,7 @@ from sympow.layers.initial import draw_orthogonal, draw_uniform
 from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.rwkv4 import shifted
 from sympow.ops.availability import autocast_dtype, without_autocast
+from sympow.ops.recomputed import recomputed
 
 IMPLEMENTATIONS = ("auto", "plain", "fla")
 
@@ -187,7 +188,8 @@ class RWKV7(Mixer):
         suits = self.impl == "fla" or (x.is_cuda and half in (torch.bfloat16, torch.float16))
         with without_autocast(x):
             if self.chunk_kernel is None or x.shape[1] < 2 or not suits:
-                return delta_rule(r, log_decay.exp(), *rest)
+                rule = delta_rule if x.shape[1] < 2 else graph_delta_rule
+                return rule(r, log_decay.exp(), *rest)
             return chunked_delta_rule(self.chunk_kernel, half, r, log_decay, *rest)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -219,6 +221,18 @@ def delta_rule(
         memory = memory + v[:, t, :, :, None] * k[:, t, :, None]
         outs.append((memory * r[:, t, :, None]).sum(-1))
     return torch.stack(outs, dim=1), memory
+
+
+def _like_rule(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), rest[-1].new_empty(rest[-1].shape)
+
+
+@recomputed(_like_rule, outputs=2)
+def graph_delta_rule(
+    r: Tensor, decay: Tensor, k: Tensor, v: Tensor, kappa: Tensor, rate: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes `delta_rule`. A graph of torch.compile would otherwise have the operations of every token."""
+    return delta_rule(r, decay, k, v, kappa, rate, memory)
 
 
 def chunked_delta_rule(

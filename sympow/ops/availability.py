@@ -135,6 +135,16 @@ def constant_result(function: Function) -> Function:
     return function
 
 
+def static_shape(x: Tensor) -> Tensor:
+    """Makes torch.compile take the shape of a constant x as numbers, also with dynamic=True, and returns x.
+
+    As symbols they would be those of inputs that happen to have equal sizes. `torch._dynamo.mark_static` sets the same
+    mark, and also loads the compiler.
+    """
+    x._dynamo_static_indices = set(range(x.ndim))  # type: ignore[attr-defined]
+    return x
+
+
 @constant_result
 def _interpreted() -> bool:
     """Returns whether Triton's interpreter runs the kernels; torch.compile cannot trace how Triton looks that up."""
@@ -148,6 +158,15 @@ def has_values(x: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or x.is_meta:
         return False
     return type(x) is Tensor or not is_fake(x)
+
+
+def has_symbols(length: int) -> bool:
+    """Returns whether a length is a symbol of torch.compile, so that compiled code is for other lengths too."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(length)
 
 
 def kept(size: int) -> Callable[[Function], Function]:

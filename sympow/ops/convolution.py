@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.availability import without_autocast
+from sympow.ops.availability import has_symbols, without_autocast
+from sympow.ops.recomputed import recomputed
 
 _FEW = 8  # taps that are summed one by one
 
@@ -40,10 +41,26 @@ def causal_convolution(x: Tensor, h: Tensor) -> Tensor:
         shapes = f"{list(x.shape)} and {list(h.shape)}"
         raise ValueError(f"x must be [B, T, ...] and h [S, ...] of one axis less, or [B, S, ...]; got {shapes}")
     h = h if h.ndim == x.ndim else h[None]
+    if has_symbols(x.shape[1]) or has_symbols(h.shape[1]):  # a trace would be of one length only
+        return convolved(x, h)
+    return _convolved(x, h)
+
+
+def _convolved(x: Tensor, h: Tensor) -> Tensor:
     taps = min(h.shape[1], x.shape[1]) if x.numel() else 1  # the transforms refuse an empty batch
     dtype = torch.promote_types(torch.promote_types(x.dtype, h.dtype), torch.float32)
     x, h, given = x.to(dtype), h[:, :taps].to(dtype), x.dtype
     return fastest_form(x, h)(x, h).to(given)
+
+
+def _like_convolved(x: Tensor, h: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], *torch.broadcast_shapes(x.shape[2:], h.shape[2:]))
+
+
+@recomputed(_like_convolved)
+def convolved(x: Tensor, h: Tensor) -> Tensor:
+    """Computes `causal_convolution` of x [B, T, ...] and h [1 or B, S, ...]."""
+    return _convolved(x, h)
 
 
 def fastest_form(x: Tensor, h: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

@@ -10,7 +10,7 @@ from math import comb, factorial
 import torch
 from torch import Tensor
 
-from sympow.ops.availability import constant_result, kept
+from sympow.ops.availability import constant_result, kept, static_shape
 
 
 def tpow_dim(key_dim: int, p: int) -> int:
@@ -87,16 +87,16 @@ def spow(x: Tensor, p: int) -> Tensor:
     """Maps [..., K] to [..., C(K + p - 1, p)] (M7), in lexicographic order."""
     if p == 1:
         return x
-    index, weight = _spow_tables(x.shape[-1], p, x.device, x.dtype)
-    out = x[..., index[:, 0]] * weight
-    for m in range(1, p):
-        out = out * x[..., index[:, m]]
+    weight, first, *others = _spow_tables(x.shape[-1], p, x.device, x.dtype)
+    out = x[..., first] * weight
+    for index in others:
+        out = out * x[..., index]
     return out
 
 
 @constant_result
-def _spow_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the indices and weights of `spow` on a device, where a CUDA graph can read them.
+def _spow_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns the weights and the p columns of indices of `spow` on a device, where a CUDA graph can read them.
 
     They are kept for later calls. For torch.compile they are constants.
     """
@@ -104,9 +104,11 @@ def _spow_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype)
 
 
 @kept(32)
-def _kept_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _kept_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     with torch.inference_mode(False):  # tensors made in that mode could not be used with gradients later
-        return spow_indices(key_dim, p).to(device), multinomials(key_dim, p).sqrt().to(device, dtype)
+        columns = [column.to(device, copy=True) for column in spow_indices(key_dim, p).T.contiguous()]
+        tables = (multinomials(key_dim, p).sqrt().to(device, dtype), *columns)
+    return tuple(static_shape(table) for table in tables)
 
 
 def tspow(x: Tensor, p: int, tile: int) -> Tensor:

@@ -45,6 +45,23 @@ def test_a_profile_shows_the_backward(monkeypatch, capsys):
     assert "run_backward" in capsys.readouterr().out
 
 
+def test_parts_of_the_time_on_the_host(monkeypatch, capsys):
+    times = [("TorchDynamo Cache Lookup", 3.0), ("aten::mm", 5.0), ("aten::add", 1.0), ("sympow::power_eager", 4.0)]
+    parts = host.host_parts([*times, ("cudaLaunchKernel", 9.0), ("Activity Buffer Request", 2.0)])
+    assert list(parts.items()) == [
+        ("launches", 9.0), ("operators of PyTorch", 6.0), ("operators of sympow", 4.0), ("guards", 3.0), ("other", 2.0)
+    ]  # fmt: skip
+    monkeypatch.undo()
+    x = torch.ones(8, 8, requires_grad=True)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")
+    compiled(x)
+    host.print_launches(lambda: torch.autograd.grad(compiled(x), x), "cpu")
+    line = capsys.readouterr().out
+    assert line.startswith("host, us a call: ") and "guards" in line and "around the graph" in line
+    torch.compiler.reset()
+
+
 def test_a_call_is_timed_until_it_returns_and_until_its_work_is_done(monkeypatch):
     """On a GPU work goes on behind a call: here a clock that 2 s of launching and 3 s of waiting pass by."""
     now = [0.0]

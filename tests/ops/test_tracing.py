@@ -21,8 +21,9 @@ from sympow.layers.registry import make_mixer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, preset
 from sympow.ops import PowerState, Rotation, power_attention, power_attention_step
 from sympow.ops.delta_rule import power_delta_rule
-from sympow.ops.feature_map import spow_dim
+from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.rotary import rotary_positions
+from tests.layers.contract import D_MODEL, OPTIONS, make, tokens_of
 
 T, H, V = 12, 2, 3
 FORMS = [{}, {"chunk_size": 4}, {"return_state": True}, {"chunk_size": 4, "return_state": True, "p": 4}, {"p": 6}]
@@ -110,11 +111,19 @@ def test_borders_without_values_are_refused():
 
 LENGTHS = [2, 3, 5, 8, 16, 17, 31, 64, 100, 127, 128, 129, 200, 255, 256, 257, 300, 384, 385, 500]  # by 20 of a user
 DYNAMIC = {"dynamic": True, "fullgraph": True}
+FEW = ("power", "power_delta", "linear", "window", "hybrid_heads")  # their options are in MIXERS
+OTHERS = [
+    (name, options)
+    for name, sets in OPTIONS.items()
+    for options in sets[: 4 if name == "selection" else 1]  # whose ways of selecting differ
+    if name not in FEW
+]
 MIXERS = [
     (PowerAttention, {}, {}),
     (PowerAttention, {"p": 4, "gate": False, "n_kv_heads": 1, "qk_norm": True}, DYNAMIC),
     (PowerAttention, {"rotation": "data", "chunk_size": 64}, DYNAMIC),
     (PowerDeltaAttention, {}, DYNAMIC),
+    (LinearAttention, {"feature_map": "taylor", "head_dim": 4}, DYNAMIC),
     (WindowAttention, {"window": 40, "n_kv_heads": 1}, DYNAMIC),
     (WindowAttention, {"window": 300}, {}),
     (HybridHeads, {"window": 40}, {}),
@@ -143,6 +152,45 @@ def test_20_lengths_need_few_graphs(layer, more, options):
         torch.testing.assert_close(values_and_gradients(compiled, x, weights), values_and_gradients(mixer, x, weights))
     assert counters["stats"]["unique_graphs"] <= (3 if more.get("window") else 2)  # rows that a window holds, too
     assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_every_mixer_needs_few_graphs(case, options):
+    """Filters, scans and recurrences too, whose traces would be of one length each. In training, an auxiliary loss
+    breaks the graph of learned selection."""
+    mixer, generator = make(case).train(case[1].get("selection") != "learned"), torch.Generator().manual_seed(0)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(mixer, backend="aot_eager", **options)
+    for time in LENGTHS[::5]:
+        x, found = torch.randn(1, time, D_MODEL, dtype=torch.float64, generator=generator), []
+        for call in (compiled, mixer):
+            torch.manual_seed(0)  # of random selection
+            found.append(values_and_gradients(call, x, list(mixer.parameters()), **mixer.extras(tokens_of(x))))
+        torch.testing.assert_close(*found)
+    assert counters["stats"]["unique_graphs"] <= 3
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+def test_tables_in_a_graph_have_no_symbols():
+    """With symbols, compiled code would expect the sizes and strides of an input that once had the same numbers."""
+    shapes = []
+
+    def keep(graph, inputs):
+        constants = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "get_attr"]
+        shapes.extend((*x.shape, *x.stride()) for x in constants)
+        return graph.forward
+
+    torch.compiler.reset()
+    for rows in (2, 3):
+        x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(0))
+        torch._dynamo.mark_static(x, 1)
+        found = torch.compile(lambda x: spow(x, 2), backend=keep, dynamic=True, fullgraph=True)(x)
+        torch.testing.assert_close(found, spow(x, 2))
+    assert shapes and all(type(size) is int for shape in shapes for size in shape) and set(shapes) == {(15, 1)}
     torch.compiler.reset()
 
 

@@ -14,7 +14,8 @@ from sympow.layers.base import Mixer, linear_float32, state_options
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal
 from sympow.layers.state import Device, DType, MixerState
-from sympow.ops.availability import concatenated
+from sympow.ops.availability import concatenated, has_symbols
+from sympow.ops.recomputed import recomputed
 
 _FEW = 8  # sums that a scan takes all at once
 
@@ -113,7 +114,8 @@ class RWKV4(Mixer):
         x_k, x_v, x_r = (before + share * (x - before) for share in self.mix)
         k, v = linear_float32(self.key, x_k), linear_float32(self.value, x_v)
         rate = self.decay.to(k.dtype).exp()
-        y, *past = decayed_mean(k, v, rate, self.bonus.to(k.dtype), state.numerator, state.denominator, state.largest)
+        mean = graph_decayed_mean if has_symbols(x.shape[1]) else decayed_mean
+        y, *past = mean(k, v, rate, self.bonus.to(k.dtype), state.numerator, state.denominator, state.largest)
         out = self.out(torch.sigmoid(self.receptance(x_r)) * y.to(x.dtype))
         return out, RWKV4State(x[:, -1].to(state.last.dtype, copy=True), *past)
 
@@ -154,6 +156,18 @@ def decayed_mean(
     y = (past * a + present * v) / (past * b + present)
     numerator, denominator, largest = (x[:, 0].clone() for x in end)  # views would hold what they are cut from
     return y, numerator, denominator, largest
+
+
+def _like_mean(k: Tensor, v: Tensor, rate: Tensor, bonus: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (v, *past))
+
+
+@recomputed(_like_mean, outputs=4)
+def graph_decayed_mean(
+    k: Tensor, v: Tensor, rate: Tensor, bonus: Tensor, numerator: Tensor, denominator: Tensor, largest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes `decayed_mean`, whose scan a graph of torch.compile would have for one length only."""
+    return decayed_mean(k, v, rate, bonus, numerator, denominator, largest)
 
 
 class _Sums(NamedTuple):

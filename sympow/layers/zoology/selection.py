@@ -21,7 +21,8 @@ from sympow.layers.documents import per_document
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import Device, DType, MixerState
-from sympow.ops.availability import check_float64, concatenated, has_values
+from sympow.ops.availability import check_float64, concatenated, has_symbols, has_values
+from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -172,7 +173,10 @@ class SelectiveAttention(AttentionMixer):
         return [checked_tokens(tokens, x)] if self.reads_tokens else []
 
     def _whole(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *tokens: Tensor) -> Tensor:
-        selected, gate, _ = self._select(x, self._choice(x.shape[0], x.device, None), *tokens)
+        if self.reads_tokens:
+            selected, gate = distance_to_previous(tokens[0]) > 0, None
+        else:
+            selected, gate, _ = self._select(x, self._choice(x.shape[0], x.device, None))
         if gate is not None and self.training and collecting():
             excess = gate.mean((1, 2)) - min(1.0, self.top_k / x.shape[1])
             add_auxiliary_loss(F.relu(excess).mean())
@@ -205,7 +209,11 @@ class SelectiveAttention(AttentionMixer):
         if self.whole_row:
             largest = score.topk(min(self.top_k, score.shape[1]), dim=1).indices
             return torch.zeros_like(score, dtype=torch.bool).scatter_(1, largest, True), gate, choice
-        selected, choice = running_top_k(score.to(choice.largest.dtype), choice)
+        score = score.to(choice.largest.dtype)
+        if has_symbols(x.shape[1]):
+            selected, *after = graph_running_top_k(score, choice.largest, choice.selected, choice.position)
+            return selected, gate, TopKState(*after, choice.position + x.shape[1])
+        selected, choice = running_top_k(score, choice)
         return selected, gate, choice
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
@@ -267,6 +275,20 @@ def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:
     taken = wanted + torch.minimum(state.selected[:, None], room)
     earlier = torch.cat([state.selected[:, None], taken[:, :-1]], dim=1)
     return taken > earlier, TopKState(largest, taken[:, -1].clone(), state.position + score.shape[1])
+
+
+def _like_top_k(score: Tensor, largest: Tensor, selected: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = score.new_empty(score.shape, dtype=torch.bool)
+    return chosen, largest.new_empty(largest.shape), selected.new_empty(selected.shape)
+
+
+@operator(_like_top_k, devices=ALL_DEVICES)
+def graph_running_top_k(
+    score: Tensor, largest: Tensor, selected: Tensor, position: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `running_top_k` behind a state of these fields, whose blocks a graph would have for one length only."""
+    chosen, after = running_top_k(score, TopKState(largest, selected, position))
+    return chosen, after.largest, after.selected
 
 
 def scattered(start: int, count: int, device: torch.device) -> Tensor:
