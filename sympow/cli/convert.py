@@ -40,7 +40,7 @@ def add(command: AddCommand) -> None:
     add_number(convert, "--p", "Give new layers of power attention this power.", 2, metavar="P")
     add_number(convert, "--window", "Give new layers of window attention N tokens.", 1024)
     convert.add_argument("--unshare", action="store_true",
-                         help="Give every query head of new power and delta layers a key/value head of its own.")  # fmt: skip
+                         help="Give each query head of new power and delta layers its own key/value head.")  # fmt: skip
     convert.add_argument("--keep", metavar="N",
                          help="Keep softmax attention in N layers, those whose replacement alone changes predictions "
                               "most; gated*N gives them a gate and no rotation.")  # fmt: skip
