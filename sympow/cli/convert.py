@@ -86,7 +86,11 @@ def run_convert(options: argparse.Namespace) -> None:
         by=options.by,
     )
     mixers = [model.config.mixer(layer) for layer in range(model.config.n_layers)]
-    kinds = ["gated" if mixer.name == "softmax" and mixer.options.get("gate") else mixer.name for mixer in mixers]
+    names = {"power_delta": "delta"}
+    kinds = [
+        "gated" if mixer.name == "softmax" and mixer.options.get("gate") else names.get(mixer.name, mixer.name)
+        for mixer in mixers
+    ]
     layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
     print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
 
