@@ -1,11 +1,11 @@
 """A corpus that trains recall: rows of prose with statements, and later in the row questions with their answers.
 
 A row has about one fact for each 250 tokens (`EVERY`). The distance between the statement and the question of a fact is
-between 64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have the tasks
-of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and values are
-words of the prose, of which there are many, so that a model cannot learn them by heart instead of copying. Keys, words,
-numbers and names are never those of the evaluation: its words are left out, and numbers and names have other lengths.
-In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
+between 64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have
+the tasks of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and
+values are words of the prose, of which there are many, so that a model cannot learn them by heart instead of copying.
+Keys, words, numbers and names are never those of the evaluation: its words are left out, and numbers and names have
+other lengths. In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
 """
 
 from __future__ import annotations
