@@ -85,12 +85,9 @@ def run_convert(options: argparse.Namespace) -> None:
         keep=options.keep,
         by=options.by,
     )
-    mixers = [model.config.mixer(layer) for layer in range(model.config.n_layers)]
-    names = {"power_delta": "delta"}
-    kinds = [
-        "gated" if mixer.name == "softmax" and mixer.options.get("gate") else names.get(mixer.name, mixer.name)
-        for mixer in mixers
-    ]
+    from sympow.conversion.swap import kind_of
+
+    kinds = [kind_of(model.config.mixer(layer)) for layer in range(model.config.n_layers)]
     layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
     print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
 

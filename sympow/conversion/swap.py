@@ -53,6 +53,13 @@ def parse_pattern(text: str) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def kind_of(mixer: MixerConfig) -> str:
+    """Returns the kind of a converted model's layer, as in a pattern; for layers of no kind, the name of the mixer."""
+    if mixer.name == "power_delta":
+        return "delta"
+    return "gated" if mixer.name == "softmax" and mixer.options.get("gate") else mixer.name
+
+
 def keeps_layers(config: ModelConfig, pattern: Sequence[str], p: int = 2, unshare: bool = False) -> bool:
     """Returns whether a pattern keeps all layers of a model as they are.
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from sympow.conversion import parse_pattern, swap_mixers
-from sympow.conversion.swap import keeps_layers
+from sympow.conversion.swap import keeps_layers, kind_of
 from sympow.layers.power import PowerAttention
 from sympow.layers.power_delta import PowerDeltaAttention
 from sympow.layers.softmax import SoftmaxAttention
@@ -178,6 +178,14 @@ def test_patterns():
 def test_an_unknown_pattern_is_refused(pattern):
     with pytest.raises(ValueError, match=r"a pattern is made of power, window, softmax"):
         swap_mixers(teacher(), pattern)
+
+
+def test_every_kind_is_told():
+    model = swap_mixers(teacher(), "power,delta,window,softmax,gated,power")
+    assert [kind_of(mixer) for mixer in model.config.mixers] == [
+        "power", "delta", "window", "softmax", "gated", "power",
+    ]  # fmt: skip
+    assert kind_of(MixerConfig("hyena")) == "hyena"
 
 
 def test_a_pattern_can_be_a_text():
