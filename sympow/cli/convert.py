@@ -37,7 +37,7 @@ def add(command: AddCommand) -> None:
     add_path(convert, "--out", "DIR", "Write the result into this folder, which is new or empty.", required=True)
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
                          help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
-    add_number(convert, "--p", "Give new layers of power attention this power.", 2, metavar="P")
+    add_number(convert, "--p", "Give new power and delta layers this power.", 2, metavar="P")
     add_number(convert, "--window", "Give new layers of window attention N tokens.", 1024)
     convert.add_argument("--unshare", action="store_true",
                          help="Give each query head of new power and delta layers its own key/value head.")  # fmt: skip

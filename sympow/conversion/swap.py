@@ -113,8 +113,8 @@ def swap_mixers(
     Args:
         teacher: a model of the llama body in which all layers have softmax attention, to all tokens or in windows. A
             layer with windows does not get wider ones.
-        pattern: the kinds of layers, repeated over the layers: "power", "window", "gated", or "softmax" to keep the
-            layer; or a text for `parse_pattern`. "delta" is the fifth kind.
+        pattern: the kinds of layers, repeated over the layers: one of `KINDS`, of which "softmax" keeps the
+            layer; or a text for `parse_pattern`.
         p: the power of power and delta layers.
         window: the number of tokens that a window layer attends to.
         unshare: whether every query head of a power or delta layer gets a key/value head of its own, a copy of the one
