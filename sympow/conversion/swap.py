@@ -27,11 +27,12 @@ GATE_BIAS = (5.0, 9.0)
 INITIAL_SCORE = 6.0
 
 # Initial values of a new delta layer. The rule itself replaces what is out of date, so the gates are nearly open, with
-# memories of exp(8) to exp(14) tokens. Queries and keys have norm 1 there, and their scores are cosines. A constant as
-# large as the largest scores makes phi(k) a constant, the key and its square, in this order of size.
+# memories of exp(8) to exp(14) tokens. Queries and keys have norm 1 there, so the weight of a token is a power of a
+# cosine. A larger constant brings the layer closer to that of its teacher at first, and a smaller one keeps more of a
+# single token in a long text. A weaker write brings it closer, too, and a stronger one keeps more.
 DELTA_GATE_BIAS = (8.0, 14.0)
-DELTA_SCORE = 24.0
-BETA_BIAS = -2.0
+DELTA_SCORE = 12.0
+BETA_BIAS = -1.0
 
 _OF_ROTATIONS = ("frequencies", "max_length", "rotary_fraction", "rope_base", "rope_scaling")
 

@@ -113,9 +113,9 @@ def test_a_delta_layer_begins_as_the_delta_rule_on_the_teachers_heads_without_po
         assert_close(mixer.gate.bias, torch.tensor([8.0, 14.0], dtype=torch.float64))
         q, k, v = other.mixer.heads(x)
         if mixer.q_norm is None:  # the constant of the scores stands in one of eight channels
-            q, k = (torch.cat([each[..., :-1], each[..., -1:] + (24 * 8**0.5) ** 0.5], -1) for each in (q, k))
+            q, k = (torch.cat([each[..., :-1], each[..., -1:] + (12 * 8**0.5) ** 0.5], -1) for each in (q, k))
         log_g = mixer.gate.bias.sigmoid().log().expand(2, 23, 2)
-        beta = torch.tensor(-2.0).sigmoid().double().expand(2, 23, 2)
+        beta = torch.tensor(-1.0).sigmoid().double().expand(2, 23, 2)
         y = power_delta_rule(q, k, v, beta, log_g, impl="reference").out
         assert_close(mixer(x), other.mixer.out(y.flatten(2)))
 
