@@ -91,7 +91,7 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     run, teacher = load(path, device), load_teacher(options.teacher).to(device).eval()
     if run.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: passkeys are text")
-    names = [run.model.config.mixer(layer).name for layer in range(run.model.config.n_layers)]
+    names = [run.model.config.mixer(layer).name.removeprefix("power_") for layer in range(run.model.config.n_layers)]
     about = {"run": Path(path).name, "layers": ",".join(names)}
     models = {"converted": run.model, "teacher": teacher}
     if {"loss", "positions"} & set(options.parts):

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from sympow.models import LanguageModel
 
 _CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
-attention or by window attention; docs/guides/conversion.md lists the models. A pattern of power, window, softmax and
-gated gives the kind of each layer; softmax keeps the layer as it is, and gated gives it a gate and takes its rotation.
-All other weights are kept. The result is a run's folder with the model's tokenizer, for `sympow distill`, generate,
-read, evaluate and export."""
+attention, with or without the delta rule, or by window attention; docs/guides/conversion.md lists the models. A pattern
+of power, delta, window, softmax and gated gives the kind of each layer; softmax keeps the layer as it is, and gated
+gives it a gate and takes its rotation. All other weights are kept. The result is a run's folder with the model's
+tokenizer, for `sympow distill`, generate, read, evaluate and export."""
 
 _DISTILL = """Trains a converted model in three stages. The first stage trains every layer's attention on that of the
 teacher, the second the predictions on those of the teacher, the third the model on text. key=value sets a field of the
@@ -37,8 +37,10 @@ def add(command: AddCommand) -> None:
     add_path(convert, "--out", "DIR", "Write the result into this folder, which is new or empty.", required=True)
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
                          help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
-    add_number(convert, "--p", "Give new layers of power attention this power.", 2, metavar="P")
+    add_number(convert, "--p", "Give new power and delta layers this power.", 2, metavar="P")
     add_number(convert, "--window", "Give new layers of window attention N tokens.", 1024)
+    convert.add_argument("--unshare", action="store_true",
+                         help="Give each query head of new power and delta layers its own key/value head.")  # fmt: skip
     convert.add_argument("--keep", metavar="N",
                          help="Keep softmax attention in N layers, those whose replacement alone changes predictions "
                               "most; gated*N gives them a gate and no rotation.")  # fmt: skip
@@ -79,11 +81,13 @@ def run_convert(options: argparse.Namespace) -> None:
         pattern=options.pattern,
         p=options.p,
         window=options.window,
+        unshare=options.unshare,
         keep=options.keep,
         by=options.by,
     )
-    mixers = [model.config.mixer(layer) for layer in range(model.config.n_layers)]
-    kinds = ["gated" if mixer.name == "softmax" and mixer.options.get("gate") else mixer.name for mixer in mixers]
+    from sympow.conversion.swap import kind_of
+
+    kinds = [kind_of(model.config.mixer(layer)) for layer in range(model.config.n_layers)]
     layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
     print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
 
@@ -129,6 +133,7 @@ def convert_model(
     pattern: str,
     p: int,
     window: int,
+    unshare: bool = False,
     keep: str | None = None,
     by: str | None = None,
 ) -> tuple[Path, LanguageModel]:
@@ -140,6 +145,7 @@ def convert_model(
         pattern: as for `parse_pattern` and `swap_mixers`.
         p: as for `parse_pattern` and `swap_mixers`.
         window: as for `parse_pattern` and `swap_mixers`.
+        unshare: as for `swap_mixers`.
         keep: as for `parse_kept`; None: the pattern gives all layers.
         by: the texts by which the layers to keep are chosen, as for `rows_of`.
 
@@ -168,14 +174,15 @@ def convert_model(
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
     model = pretrained.model
     if kept and by is not None:
-        replaced = replaced_layers(model.config, kinds, p=p, window=window)
+        replaced = replaced_layers(model.config, kinds, p=p, window=window, unshare=unshare)
         check_count(len(replaced), len(kept))
         rows, device = rows_of(by, BPETokenizer(pretrained.tokenizer)), resolve_device("auto")
         model.to(device)
         layers = model.config.n_layers
         found = {}
         with Progress("choosing layers", "layer", total=len(replaced)) as progress:
-            for layer, divergence in layer_divergences(model, kinds, rows.to(device), p=p, window=window):
+            rows = rows.to(device)
+            for layer, divergence in layer_divergences(model, kinds, rows, p=p, window=window, unshare=unshare):
                 found[layer] = divergence
                 progress.advance()
         model.to("cpu")
@@ -183,8 +190,8 @@ def convert_model(
         kinds = tuple(kept[0] if layer in chosen else kinds[layer % len(kinds)] for layer in range(layers))
         told = ", ".join(f"{layer} ({found[layer]:.4f})" for layer in chosen)
         print(f"layers of {kept[0]}, with the divergence that the replacement of each alone gives: {told}")
-    if not keeps_layers(model.config, kinds, p):  # a copy of a large model would not fit in memory
-        model = swap_mixers(model, kinds, p=p, window=window)
+    if not keeps_layers(model.config, kinds, p, unshare):  # a copy of a large model would not fit in memory
+        model = swap_mixers(model, kinds, p=p, window=window, unshare=unshare)
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
     config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
     written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)

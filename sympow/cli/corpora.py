@@ -94,6 +94,7 @@ def add(command: AddCommand) -> None:
     add_path(needles, "--out", "DIR", "Write the corpus into this folder.", required=True)
     add_number(needles, "--rows", "Make N rows for training, and a twentieth as many that are held out.", 1000)
     add_number(needles, "--row-tokens", "Make rows of N tokens, as many as the training's context.", 16384)
+    add_number(needles, "--every", "Put one statement and its question into every N tokens of a row, about.", 250)
     add_number(needles, "--seed", "Draw statements and places from this seed.", 0, type=natural)
     needles.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     needles.set_defaults(execute=run_needle_corpus)
@@ -142,6 +143,7 @@ def run_needle_corpus(options: argparse.Namespace) -> None:
         load_tokenizer(options.tokenizer),
         rows=options.rows,
         row_tokens=options.row_tokens,
+        every=options.every,
         seed=options.seed,
         progress=not options.quiet,
         remark=_remark,

@@ -52,7 +52,13 @@ def check_count(replaced: int, count: int) -> None:
 
 
 def layer_divergences(
-    teacher: LanguageModel, pattern: Sequence[str], tokens: Tensor, *, p: int = 2, window: int = 1024
+    teacher: LanguageModel,
+    pattern: Sequence[str],
+    tokens: Tensor,
+    *,
+    p: int = 2,
+    window: int = 1024,
+    unshare: bool = False,
 ) -> Iterator[tuple[int, float]]:
     """Yields every replaced layer and the mean KL(teacher || model) in nats a token if this layer alone is replaced.
 
@@ -62,12 +68,13 @@ def layer_divergences(
         tokens: int64 [B, T], on the device of the teacher.
         p: as for `swap_mixers`.
         window: as for `swap_mixers`.
+        unshare: as for `swap_mixers`.
 
     Raises the errors of `swap_mixers`.
     """
-    swapped = swap_mixers(teacher, pattern, p=p, window=window)
+    swapped = swap_mixers(teacher, pattern, p=p, window=window, unshare=unshare)
     model = swap_mixers(teacher, ("softmax",))
-    for layer in replaced_layers(teacher.config, pattern, p=p, window=window):
+    for layer in replaced_layers(teacher.config, pattern, p=p, window=window, unshare=unshare):
         block, own = swapped.blocks[layer], model.blocks[layer]
         model.blocks[layer] = block  # type: ignore[index]
         with torch.no_grad():

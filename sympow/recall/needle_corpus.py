@@ -1,11 +1,11 @@
 """A corpus that trains recall: rows of prose with statements, and later in the row questions with their answers.
 
-A row has about one fact for each 250 tokens. The distance between the statement and the question of a fact is between
-64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have the tasks
-of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and values are
-words of the prose, of which there are many, so that a model cannot learn them by heart instead of copying. Keys, words,
-numbers and names are never those of the evaluation: its words are left out, and numbers and names have other lengths.
-In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
+A row has about one fact for each 250 tokens (`EVERY`). The distance between the statement and the question of a fact is
+between 64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have
+the tasks of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and
+values are words of the prose, of which there are many, so that a model cannot learn them by heart instead of copying.
+Keys, words, numbers and names are never those of the evaluation: its words are left out, and numbers and names have
+other lengths. In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sympow.progress import Progress
 
 ROWS = 1000
 ROW_TOKENS = 16_384
-EVERY = 250  # tokens of a row for each fact
+EVERY = 250  # tokens of a row for each fact, if the caller names no other number
 NEAREST = 64  # tokens between the statement and the question of a fact, about, at least
 REPEATED = 8  # one row in so many has a repeated piece of prose
 PIECE = (20, 120)  # tokens of this piece
@@ -110,6 +110,7 @@ def build_needle_corpus(
     *,
     rows: int = ROWS,
     row_tokens: int = ROW_TOKENS,
+    every: int = EVERY,
     seed: int = 0,
     progress: bool = False,
     remark: Callable[[str], object] | None = None,
@@ -126,6 +127,7 @@ def build_needle_corpus(
         tokenizer: the tokenizer of the model to train.
         rows: the number of rows for training.
         row_tokens: the number of tokens in a row.
+        every: the number of tokens of a row for each fact.
         seed: of facts and places.
         progress: whether to show the progress on stderr, see `Progress`.
         remark: called with each line on what is left out of the folder of texts, and on texts with few words.
@@ -133,19 +135,21 @@ def build_needle_corpus(
     Returns the content of `corpus.json`. Raises the errors of `write_corpus`, `find_texts` and `needle_row`, and
     ValueError for numbers out of range.
     """
-    if rows < 1 or seed < 0:
-        raise ValueError(f"expected at least one row and a seed of at least 0; got {rows} and {seed}")
+    if rows < 1 or seed < 0 or every < 1:
+        raise ValueError(
+            f"expected at least one row, a seed of at least 0 and a token for each fact; got {rows}, {seed} and {every}"
+        )
     check_memory(f"a row of {row_tokens:,} tokens", _TOKEN_BYTES * row_tokens)
     filler = Prose(tokenizer)
     for number in range(min(rows, 8)):  # so that rows which are too short leave no unfinished folder
-        needle_row(filler, tokenizer, row_tokens, np.random.default_rng([seed, 0, number]))
-    settings = {"version": _VERSION, "row_tokens": row_tokens, "rows": rows, "seed": seed}
+        needle_row(filler, tokenizer, row_tokens, np.random.default_rng([seed, 0, number]), every=every)
+    settings = {"version": _VERSION, "row_tokens": row_tokens, "rows": rows, "every": every, "seed": seed}
     settings |= {"words": {"tokenizer": tokenizer.fingerprint}}
 
     def open_source(_: Path) -> _Rows:
         tell = remark or (lambda line: None)
         prose = Texts(texts, "file", (), "text", progress, tell)
-        return _Rows(prose, tokenizer, rows, row_tokens, seed, progress, tell)
+        return _Rows(prose, tokenizer, rows, row_tokens, every, seed, progress, tell)
 
     return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
 
@@ -161,7 +165,12 @@ def words_of(texts: Iterable[str]) -> list[str]:
 
 
 def needle_row(
-    prose: Prose, tokenizer: Tokenizer, row_tokens: int, rng: np.random.Generator, words: Sequence[str] = WORDS
+    prose: Prose,
+    tokenizer: Tokenizer,
+    row_tokens: int,
+    rng: np.random.Generator,
+    words: Sequence[str] = WORDS,
+    every: int = EVERY,
 ) -> np.ndarray:
     """Makes a row of `row_tokens` tokens, int64 1-D.
 
@@ -173,6 +182,7 @@ def needle_row(
         row_tokens: the number of tokens.
         rng: draws facts and places.
         words: different words, for keys and values.
+        every: the number of tokens for each fact.
 
     Raises ValueError for fewer than two words, and if no fact fits.
     """
@@ -185,7 +195,7 @@ def needle_row(
     half = len(nouns) // 2
     phrases = [*nouns[:half], *(f"{color} {noun}" for color in _COLORS.split() for noun in nouns[:half])]
     keys = [phrases[i] for i in rng.permutation(len(phrases))]
-    for number in range(max(1, row_tokens // EVERY)):
+    for number in range(max(1, row_tokens // every)):
         if len(keys) < KEYS[1]:
             break
         fact = _passkey(rng) if number == 0 else _fact(rng, keys, nouns[half:])
@@ -252,12 +262,13 @@ class _Rows:
         tokenizer: Tokenizer,
         rows: int,
         row_tokens: int,
+        every: int,
         seed: int,
         progress: bool,
         remark: Callable[[str], object],
     ):
         self._texts, self._tokenizer, self._progress, self._remark = texts, tokenizer, progress, remark
-        self._rows, self._row_tokens, self._seed = rows, row_tokens, seed
+        self._rows, self._row_tokens, self._every, self._seed = rows, row_tokens, every, seed
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -294,5 +305,6 @@ class _Rows:
             for document in documents[start:]:
                 number = int(document.directory.partition("/")[2])
                 rng = np.random.default_rng([self._seed, document.held_out, number])
-                yield document, needle_row(prose[document.held_out], self._tokenizer, self._row_tokens, rng, words)
+                around = prose[document.held_out]
+                yield document, needle_row(around, self._tokenizer, self._row_tokens, rng, words, self._every)
                 progress.advance()

@@ -43,8 +43,10 @@ def teacher(scale: float = 0.3) -> LanguageModel:
     return made.eval()
 
 
-def job(stages: DistillationConfig | None = None, **training) -> tuple[RunConfig, Batches, LanguageModel]:
-    student = swap_mixers(teacher(), ("power", "power", "softmax"))
+def job(
+    stages: DistillationConfig | None = None, kind: str = "power", **training
+) -> tuple[RunConfig, Batches, LanguageModel]:
+    student = swap_mixers(teacher(), (kind, kind, "softmax"))
     settings = {"context": 16, "batch_size": 4, "micro_batch_size": 1, "steps": STEPS, "warmup_steps": 2,
                 "learning_rate": 1e-2, "log_every": 1, "checkpoint_every": 2, "evaluate_every": 100,
                 "evaluation_batches": 2}  # fmt: skip
@@ -95,17 +97,18 @@ def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path, mo
         assert timeless(distilled_so(folder)) == timeless(whole)
 
 
-def test_layers_and_predictions_approach_the_teacher(tmp_path):
+@pytest.mark.parametrize("kind", ["power", "delta"])
+def test_layers_and_predictions_approach_the_teacher(tmp_path, kind):
     stages = DistillationConfig("start", "teacher", layer_steps=STEPS)
-    rows = distilled(tmp_path / "layers", stages=stages)
+    rows = distilled(tmp_path / "layers", stages=stages, kind=kind)
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     student = load_model(tmp_path / "layers").model
-    start = swap_mixers(teacher(), ("power", "power", "softmax"))
+    start = swap_mixers(teacher(), (kind, kind, "softmax"))
     own, before = dict(student.named_parameters()), dict(start.named_parameters())
     assert torch.equal(own["embedding.weight"], before["embedding.weight"])
     assert torch.equal(own["blocks.2.mixer.qkv.weight"], before["blocks.2.mixer.qkv.weight"])
     assert not torch.equal(own["blocks.0.mixer.qkv.weight"], before["blocks.0.mixer.qkv.weight"])
-    rows = distilled(tmp_path / "predictions", stages=DistillationConfig("start", "teacher"))
+    rows = distilled(tmp_path / "predictions", stages=DistillationConfig("start", "teacher"), kind=kind)
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
 
 
@@ -247,13 +250,14 @@ def test_windows_within_other_mixers_are_narrow_too():
     assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [90, 90]
 
 
-def test_the_kinds_of_layers_and_two_windows_are_few_graphs():
+@pytest.mark.parametrize("kind", ["power", "delta"])
+def test_the_kinds_of_layers_and_two_windows_are_few_graphs(kind):
     """A graph for each kind of layer, and one more for windows that are narrow."""
     _, batches, _ = job()
     stages = dataclasses.replace(STAGES, layer_steps=0, text_steps=0, window_dropout=0.5)
     tokens = torch.cat([batches[0].tokens] * 6, 1)
     rows = batches[0]._replace(tokens=tokens, targets=tokens)
-    model = swap_mixers(teacher(), "window,power,gated", window=90).train()
+    model = swap_mixers(teacher(), f"window,{kind},gated", window=90).train()
     objective = Distillation(stages, STEPS, teacher(), torch.device("cpu"))
     steps = [next(s for s in range(99) if narrow == (type(objective.during(model, s)) is not nullcontext))
              for narrow in (False, True)]  # fmt: skip

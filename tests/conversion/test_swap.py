@@ -5,9 +5,13 @@ import torch
 from torch.testing import assert_close
 
 from sympow.conversion import parse_pattern, swap_mixers
+from sympow.conversion.swap import keeps_layers, kind_of
 from sympow.layers.power import PowerAttention
+from sympow.layers.power_delta import PowerDeltaAttention
 from sympow.layers.softmax import SoftmaxAttention
+from sympow.layers.window import WindowAttention
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.ops import power_delta_rule
 
 VOCAB = 41
 
@@ -97,6 +101,68 @@ def test_a_gated_layer_takes_the_place_of_any_other_and_its_own_parts_stay():
     assert_close(logits, student(TOKENS)[:, -1])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"qk_norm": True, "rotary_fraction": 0.5}])
+def test_a_delta_layer_begins_as_the_delta_rule_on_the_teachers_heads_without_positions(options):
+    model = teacher(**options)
+    student = swap_mixers(model, ("delta",), window=5)
+    x = torch.randn(2, 23, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for own, other in zip(student.blocks, model.blocks, strict=True):
+        mixer = own.mixer
+        assert isinstance(mixer, PowerDeltaAttention) and mixer.rotation == "none"
+        assert_close(mixer.gate.bias, torch.tensor([8.0, 14.0], dtype=torch.float64))
+        q, k, v = other.mixer.heads(x)
+        if mixer.q_norm is None:  # the constant of the scores stands in one of eight channels
+            q, k = (torch.cat([each[..., :-1], each[..., -1:] + (12 * 8**0.5) ** 0.5], -1) for each in (q, k))
+        log_g = mixer.gate.bias.sigmoid().log().expand(2, 23, 2)
+        beta = torch.tensor(-1.0).sigmoid().double().expand(2, 23, 2)
+        y = power_delta_rule(q, k, v, beta, log_g, impl="reference").out
+        assert_close(mixer(x), other.mixer.out(y.flatten(2)))
+
+
+@torch.no_grad()
+def test_a_delta_layer_decodes_and_keeps_a_gate_of_the_teacher():
+    model = swap_mixers(teacher(), "gated")
+    for block in model.blocks:
+        block.mixer.gate.weight.fill_(0.25)
+    student = swap_mixers(model, "delta,window", window=7)
+    delta = student.blocks[0].mixer
+    assert delta.gate_bias == (5.0, 9.0) and torch.equal(delta.gate.weight, model.blocks[0].mixer.gate.weight)
+    state = student.init_state(2)
+    for token in TOKENS.split(1, dim=1):
+        logits, state = student.step(token, state)
+    assert_close(logits, student(TOKENS)[:, -1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"qk_norm": True}, {"gate": True}], ids=str)
+@pytest.mark.parametrize("pattern", ["power", "delta", "window,delta"])
+def test_heads_of_their_own_begin_as_those_that_were_shared(pattern, options):
+    model = teacher(**options)
+    shared, unshared = (swap_mixers(model, pattern, window=9, unshare=unshare) for unshare in (False, True))
+    for block in (*shared.blocks, *unshared.blocks):
+        if not isinstance(block.mixer, WindowAttention):
+            block.mixer.gate.bias.fill_(3.0)  # at first the gates of the heads differ
+    counts = [block.mixer.n_kv_heads for block in unshared.blocks]
+    assert counts == [4 if kind != "window" else 2 for kind in pattern.split(",")] * (6 // len(pattern.split(",")))
+    assert_close(unshared(TOKENS), shared(TOKENS))
+    again = LanguageModel(ModelConfig.from_dict(unshared.config.to_dict()), seed=0).double()
+    again.load_state_dict(unshared.state_dict())
+    assert_close(again(TOKENS), shared(TOKENS))
+
+
+def test_heads_are_unshared_only_where_layers_are_made():
+    for pattern in ("window", "softmax", ("gated", "softmax")):
+        with pytest.raises(ValueError, match="heads are unshared in power and delta layers; the pattern has none: "):
+            swap_mixers(teacher(), pattern, unshare=True)
+    with pytest.raises(ValueError, match="the pattern has none: softmax"):
+        keeps_layers(teacher().config, ("softmax",), unshare=True)
+    power = ModelConfig(VOCAB, 32, 1, 4, body="llama")
+    assert keeps_layers(power, ("power",))
+    with pytest.raises(ValueError, match="have power attention, which is kept, as its key/value heads are"):
+        keeps_layers(power, ("power",), unshare=True)
+
+
 def test_patterns():
     assert parse_pattern("power") == ("power",)
     assert parse_pattern("power*2, softmax,window*1") == ("power", "power", "softmax", "window")
@@ -112,6 +178,14 @@ def test_patterns():
 def test_an_unknown_pattern_is_refused(pattern):
     with pytest.raises(ValueError, match=r"a pattern is made of power, window, softmax"):
         swap_mixers(teacher(), pattern)
+
+
+def test_every_kind_is_told():
+    model = swap_mixers(teacher(), "power,delta,window,softmax,gated,power")
+    assert [kind_of(mixer) for mixer in model.config.mixers] == [
+        "power", "delta", "window", "softmax", "gated", "power",
+    ]  # fmt: skip
+    assert kind_of(MixerConfig("hyena")) == "hyena"
 
 
 def test_a_pattern_can_be_a_text():

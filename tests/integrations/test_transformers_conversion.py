@@ -119,28 +119,30 @@ def test_layers_that_cannot_be_kept_are_refused_before_the_choice(folder, capsys
     assert "data.path" not in error and not (folder / "refused").exists()
 
 
-def test_gated_layers_that_are_chosen_train_and_load_everywhere(folder, capsys):
-    command = ["convert", f"{folder}/hf", "--out", f"{folder}/gated", "--pattern", "power,window", "--window", "8"]
-    assert main([*command, "--keep", "gated*2", "--by", f"{folder}/text"]) == 0
+@pytest.mark.parametrize(("kind", "more"), [("power", ()), ("delta", ()), ("delta", ("--unshare",))])
+def test_gated_layers_that_are_chosen_train_and_load_everywhere(folder, capsys, kind, more):
+    name = f"gated-{kind}{len(more)}"
+    command = ["convert", f"{folder}/hf", "--out", f"{folder}/{name}", "--pattern", f"{kind},window", "--window", "8"]
+    assert main([*command, *more, "--keep", "gated*2", "--by", f"{folder}/text"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("layers of gated, with the divergence that the replacement of each alone gives: ")
-    assert "2 of gated" in out[1] and "softmax" not in out[1]
-    config = load_model(f"{folder}/gated").model.config
-    gated = [layer for layer in range(4) if config.mixer(layer).options.get("rotation") == "none"]
+    assert re.fullmatch(rf".* layers [12] of (gated|{kind}|window)(, [12] of (gated|{kind}|window))+", out[1])
+    config = load_model(f"{folder}/{name}").model.config
+    gated = [layer for layer in range(4) if config.mixer(layer).name == "softmax"]
     assert [int(layer) for layer in re.findall(r"(\d+) \(", out[0])] == gated and len(gated) == 2
-    distilled = words(folder, "gated-student")
-    assert main([distilled[0], f"{folder}/gated", *distilled[2:]]) == 0
+    distilled = words(folder, f"{name}-student")
+    assert main([distilled[0], f"{folder}/{name}", *distilled[2:]]) == 0
     capsys.readouterr()
-    run = f"{folder}/gated-student"
-    student, start = load_model(run).model, load_model(f"{folder}/gated").model
+    run = f"{folder}/{name}-student"
+    student, start = load_model(run).model, load_model(f"{folder}/{name}").model
     for layer in gated:  # stage 1 trains them too
         mixer = student.blocks[layer].mixer
         assert mixer.gate is not None and not torch.equal(mixer.gate.weight, start.blocks[layer].mixer.gate.weight)
     assert main(["generate", run, "--prompt", "To be", "--max-new-tokens", "9", "--temperature", "0"]) == 0
     written = capsys.readouterr().out.rstrip("\n")
-    assert main(["export", run, "--out", f"{folder}/gated-hf"]) == 0
+    assert main(["export", run, "--out", f"{folder}/{name}-hf"]) == 0
     tokens = torch.arange(20)[None]
-    exported, tokenizer = AutoModelForCausalLM.from_pretrained(f"{folder}/gated-hf"), load_tokenizer(run)
+    exported, tokenizer = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}-hf"), load_tokenizer(run)
     torch.testing.assert_close(exported(tokens, use_cache=False).logits, student(tokens), rtol=0, atol=1e-5)
     prompt = torch.from_numpy(tokenizer.encode("To be").astype("int64"))[None]
     made = exported.generate(prompt, max_new_tokens=9, do_sample=False)[0]

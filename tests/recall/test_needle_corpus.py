@@ -39,8 +39,8 @@ def pattern(text: str) -> re.Pattern:
     return re.compile(found)
 
 
-def row(seed=0, tokens=4096, text=TEXT, words=needle_corpus.WORDS):
-    made = needle_row(Prose(BPE, text), BPE, tokens, np.random.default_rng(seed), words)
+def row(seed=0, tokens=4096, text=TEXT, words=needle_corpus.WORDS, **options):
+    made = needle_row(Prose(BPE, text), BPE, tokens, np.random.default_rng(seed), words, **options)
     assert made.shape == (tokens,) and made.dtype == np.int64
     return BPE.decode(made.tolist())
 
@@ -85,15 +85,16 @@ def test_every_row_has_a_pass_key_and_chains_give_their_names_in_order():
     assert chains > 20
 
 
-def test_distances_have_all_orders_of_magnitude_and_facts_their_density():
+@pytest.mark.parametrize("every", [250, 125])
+def test_distances_have_all_orders_of_magnitude_and_facts_their_density(every):
     distances = []
     for seed in range(16):
-        text = row(seed, 8192)
+        text = row(seed, 8192, every=every)
         pairs = asked(text)
         statements = [len(BPE.encode(text[begin:end])) for begin, end, _ in pairs]
         distances += statements
         questions = len(re.findall(r"\? |Answer: |this key\. |equal \w+: ", text))
-        assert 20 < questions < 8192 / 200
+        assert 20 < questions * every / 250 < 8192 / 200
     shares = [np.mean([low <= d < 4 * low for d in distances]) for low in (64, 256, 1024)]
     assert min(shares) > 0.15 and np.mean([d < 32 for d in distances]) < 0.1, (shares, min(distances))
 
@@ -193,11 +194,11 @@ def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_pat
     assert (made["train"]["rows"], made["heldout"]["rows"]) == (9, 1)
     done = []
 
-    def killed(*arguments):
+    def killed(*arguments, **named):
         done.append(1)
         if len(done) == 8 + 5:  # 8 are tried before
             raise KeyboardInterrupt
-        return needle_row(*arguments)
+        return needle_row(*arguments, **named)
 
     monkeypatch.setattr(needle_corpus, "needle_row", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -209,6 +210,8 @@ def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_pat
     assert rows.shape == (9, 512) and len({each.tobytes() for each in rows}) == 9
     with pytest.raises(ValueError, match="holds a corpus of seed 3, not 4: remove it"):
         build_needle_corpus(tmp_path / "whole", sources / "texts", BPE, **options | {"seed": 4})
+    with pytest.raises(ValueError, match="holds a corpus of every 250, not 100: remove it"):
+        build_needle_corpus(tmp_path / "whole", sources / "texts", BPE, **options | {"every": 100})
 
 
 def test_rows_beyond_memory_are_refused_at_once(sources, tmp_path):
@@ -243,6 +246,7 @@ def test_the_command(sources, tmp_path, capsys):
     for more, line in (
         (["--out", f"{tmp_path}/short", "--row-tokens", "40"], "expected rows of at least"),
         (["--out", f"{tmp_path}/n"], "holds a corpus of row_tokens 512, not 16384"),
+        (["--out", f"{tmp_path}/n", "--rows", "3", "--row-tokens", "512", "--every", "9"], "holds a corpus of every "),
         (["--out", f"{sources}/texts"], "holds something else than a corpus"),
     ):
         assert main([*words, *more]) == 2
