@@ -10,6 +10,7 @@ itself: a program has some rows of the state of one head in float32 registers, a
 import triton
 import triton.language as tl
 
+from sympow.ops.triton.gate import REACH_TILE
 from sympow.ops.triton.primitives import aligned, first_state, locate, rounded
 
 
@@ -43,11 +44,13 @@ def weigh(
             w *= tl.exp2(tl.load(here + t, mask=valid, other=0.0))
         else:
             last = tl.minimum((first // CHUNK) * CHUNK + CHUNK, length) - 1
+            at = t
             if TILED:
                 here += heads * tokens
+                at = first + tl.arange(0, BLOCK) // REACH_TILE * REACH_TILE  # the high part of a tile is read once
             low = here + heads * tokens
             rest = tl.load(low + last) - tl.load(low + t, mask=valid, other=0.0)
-            w *= tl.exp2((tl.load(here + last) - tl.load(here + t, mask=valid, other=0.0)) + rest)
+            w *= tl.exp2((tl.load(here + last) - tl.load(here + at, mask=valid, other=0.0)) + rest)
     z = w
     if REVERSE:
         w *= weight * tl.load(norm + h * tokens + start + t, mask=valid, other=0.0)
