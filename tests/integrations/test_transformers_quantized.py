@@ -10,7 +10,7 @@ from sympow.integrations.transformers.folders import from_native
 from sympow.integrations.transformers.pretrained import load_pretrained
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("bitsandbytes")
+dequantize_4bit = pytest.importorskip("bitsandbytes").functional.dequantize_4bit
 TOKENS = torch.arange(48).remainder(7)[None].repeat(2, 1)
 TARGETS = ["qkv", "out", "mlp_in", "mlp_out"]
 # SmolLM2-135M in small: grouped heads of 64 channels, a tied head, a rotation of base 100,000.
@@ -24,6 +24,16 @@ SMOL = {
     "rope_theta": 100_000,
     "tie_word_embeddings": True,
 }
+
+
+BLOCK = 64  # elements that share a scale, the largest of them
+WIDEST = (
+    0.16  # of that scale: half of the widest gap between two of the 16 levels of nf4, from -1 to -0.6962, rounded up
+)
+
+
+def dense(layer):
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +75,25 @@ def test_adapters_of_a_model_in_4_bits(folder):
         loaded = peft.PeftModel.from_pretrained(load(folder, 4), folder / "adapter").eval()
         assert (loaded(TOKENS).logits - expected).norm() < 0.1 * expected.norm()
         assert loaded.generate(input_ids=TOKENS[:, :9], max_new_tokens=3, do_sample=False).shape == (2, 12)
-        # Merged weights are rounded to 4 bits again in a quantized model, and exact in one that is not quantized.
+        # Merged weights are exact in a model that is not quantized, and rounded to 4 bits again in one that is.
         exact = peft.PeftModel.from_pretrained(plain, folder / "adapter").eval()
         adapted = exact(TOKENS).logits
         merged = exact.merge_and_unload()
         torch.testing.assert_close(merged(TOKENS).logits, adapted, rtol=1e-4, atol=1e-4)
         assert not any("lora" in name for name, _ in merged.named_parameters())
-        rounded = loaded.merge_and_unload()(TOKENS).logits
-        assert (rounded - expected).norm() < 0.5 * expected.norm()
+        layers = {name.removeprefix("base_model.model."): layer for name, layer in loaded.named_modules()}
+        adapted_weights = {
+            name: dense(layer.base_layer) + layer.get_delta_weight("default")
+            for name, layer in layers.items()
+            if name.split(".")[-1] in TARGETS
+        }
+        rounded = loaded.merge_and_unload()
+        assert len(adapted_weights) == 4 * SMOL["num_hidden_layers"]
+        for name, weight in adapted_weights.items():
+            blocks = weight.flatten().unflatten(0, (-1, BLOCK))
+            error = (dense(rounded.get_submodule(name)).flatten().view_as(blocks) - blocks).abs().amax(1)
+            assert (error <= WIDEST * blocks.abs().amax(1)).all() and error.max() > 0
+        assert rounded(TOKENS).logits.isfinite().all()
 
 
 def test_logits_of_8_bits_are_near(folder):

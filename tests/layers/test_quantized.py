@@ -118,3 +118,20 @@ def test_weights_that_hold_numbers_are_found():
     mixer.out = Packed(mixer.out)
     assert any_weight(mixer, mixer.out).dtype == torch.float64
     assert set(MIXERS) >= {name for name, _ in ATTENTION}
+
+
+@pytest.mark.parametrize("name", ["power", "power_delta", "softmax", "hybrid_heads", "rwkv4", "hyena"])
+@torch.no_grad()
+def test_weights_of_torchao(name):
+    """8 bits by the package itself: a scale for each row, so that a weight errs by at most 1/254 of the largest."""
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    options = {"hybrid_heads": {"window": 9}, "hyena": {"max_length": 64}}.get(name, {})
+    model = LanguageModel(ModelConfig(61, 64, 2, 2, (MixerConfig(name, options),)), seed=0).eval()
+    tokens = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    for block in model.blocks:
+        assert any(type(weight.data) is not torch.Tensor for weight in block.mixer.parameters())
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=0.01 * expected.abs().max())
+    _, state = model.step(tokens[:, :-1], model.init_state(2))
+    torch.testing.assert_close(model.step(tokens[:, -1:], state)[0], model(tokens)[:, -1])

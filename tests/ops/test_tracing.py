@@ -112,10 +112,12 @@ def test_borders_without_values_are_refused():
 LENGTHS = [2, 3, 5, 8, 16, 17, 31, 64, 100, 127, 128, 129, 200, 255, 256, 257, 300, 384, 385, 500]  # by 20 of a user
 DYNAMIC = {"dynamic": True, "fullgraph": True}
 FEW = ("power", "power_delta", "linear", "window", "hybrid_heads")  # their options are in MIXERS
+ONE_GRAPH = ("long_convolution", "rwkv4", "rwkv7", "selection")  # also without a graph of the first length
 OTHERS = [
-    (name, options)
+    (name, options, how)
     for name, sets in OPTIONS.items()
     for options in sets[: 4 if name == "selection" else 1]  # whose ways of selecting differ
+    for how in ([{}, DYNAMIC] if name in ONE_GRAPH else [{}])
     if name not in FEW
 ]
 MIXERS = [
@@ -155,16 +157,18 @@ def test_20_lengths_need_few_graphs(layer, more, options):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
-@pytest.mark.parametrize("case", OTHERS, ids=str)
-def test_every_mixer_needs_few_graphs(case, options):
+@pytest.mark.parametrize(("name", "options", "how"), OTHERS, ids=str)
+def test_every_mixer_needs_few_graphs(name, options, how):
     """Filters, scans and recurrences too, whose traces would be of one length each. In training, an auxiliary loss
     breaks the graph of learned selection."""
-    mixer, generator = make(case).train(case[1].get("selection") != "learned"), torch.Generator().manual_seed(0)
+    mixer, generator = (
+        make((name, options)).train(options.get("selection") != "learned"),
+        torch.Generator().manual_seed(0),
+    )
     torch.compiler.reset()
     counters.clear()
-    compiled = torch.compile(mixer, backend="aot_eager", **options)
-    for time in LENGTHS[::5]:
+    compiled = torch.compile(mixer, backend="aot_eager", **how)
+    for time in LENGTHS[::7]:
         x, found = torch.randn(1, time, D_MODEL, dtype=torch.float64, generator=generator), []
         for call in (compiled, mixer):
             torch.manual_seed(0)  # of random selection
