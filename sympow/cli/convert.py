@@ -188,6 +188,7 @@ def convert_model(
         model.to("cpu")
         chosen = choose_layers(found, len(kept))
         kinds = tuple(kept[0] if layer in chosen else kinds[layer % len(kinds)] for layer in range(layers))
+        unshare = unshare and not {"power", "delta"}.isdisjoint(kinds)  # all of these layers may have been chosen
         told = ", ".join(f"{layer} ({found[layer]:.4f})" for layer in chosen)
         print(f"layers of {kept[0]}, with the divergence that the replacement of each alone gives: {told}")
     if not keeps_layers(model.config, kinds, p, unshare):  # a copy of a large model would not fit in memory
