@@ -1,7 +1,8 @@
 """Times the delta rule beside cuDNN and power attention: `python -m benchmarks.delta --device cuda --csv FILE`.
 
 Every call is checked before it is timed: output and gradients of sampled heads are compared with the form in plain
-torch in float64. A call whose error exceeds the bound of `benchmarks.ops` stops the run.
+torch in float64. A call whose error exceeds the bound of `benchmarks.ops` stops the run. `--launches` prints the kernels of a
+call, and what the host does in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.functional import normalize
 from benchmarks.common.cases import MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import gpu_peak_extra_bytes, measured, milliseconds, options, write
 from benchmarks.common.peers import PEERS
+from benchmarks.host import print_launches
 from benchmarks.ops import bound, relative
 from sympow.ops import power_delta_rule
 
@@ -78,13 +80,15 @@ def error(case: Case, inputs: dict[str, Tensor], results: list[Tensor], mode: st
     return worst
 
 
-def row_of(case: Case, device: str, mode: str) -> dict:
-    """Checks and times one call, the peer and power attention with p = 2, in turns."""
+def row_of(case: Case, device: str, mode: str, launches: bool = False) -> dict:
+    """Checks and times one call, the peer and power attention with p = 2, in turns; `launches` prints its kernels."""
     inputs = delta_inputs(case, device)
     call: Callable[[], list[Tensor]] = partial(delta_call, case, inputs, "auto", mode)
     wrong = error(case, inputs, call(), mode)
     if not wrong <= bound(case):
         raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
+    if launches:
+        print_launches(call, device)
     plain = {name: x for name, x in inputs.items() if name != "beta"}
     title, prepare = PEERS[PEER[device]]
     calls = [call, partial(power_call, case, plain, "auto", mode), prepare(case, plain, mode)]
@@ -99,12 +103,17 @@ def row_of(case: Case, device: str, mode: str) -> dict:
 
 
 def main() -> None:
-    args = options("benchmarks.delta", __doc__).parse_args()
+    parser = options("benchmarks.delta", __doc__)
+    parser.add_argument("--times", type=int, nargs="+", help="only cases of so many tokens")
+    parser.add_argument("--launches", action="store_true", help="print the kernels of calls")
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[dict] = []
     for case in CASES[args.device]:
+        if args.times and case.T not in args.times:
+            continue
         for mode in MODES:
-            rows.append(row_of(case, args.device, mode))
+            rows.append(row_of(case, args.device, mode, args.launches))
             write(args.csv, rows)  # a run that is stopped keeps what it has
             row = rows[-1]
             shape = f"T {row['T']:>7,} K {row['K']:>3} G {row['G']:>2} {mode:>16}"
