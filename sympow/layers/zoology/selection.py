@@ -211,9 +211,8 @@ class SelectiveAttention(AttentionMixer):
             return torch.zeros_like(score, dtype=torch.bool).scatter_(1, largest, True), gate, choice
         score = score.to(choice.largest.dtype)
         if has_symbols(x.shape[1]):
-            own = score, choice.largest, choice.selected, choice.position
-            selected, largest, count = graph_running_top_k(*own)
-            return selected, gate, TopKState(largest, count, choice.position + x.shape[1])
+            selected, largest, number = graph_running_top_k(score, choice.largest, choice.selected, choice.position)
+            return selected, gate, TopKState(largest, number, choice.position + x.shape[1])
         selected, choice = running_top_k(score, choice)
         return selected, gate, choice
 
