@@ -1,8 +1,8 @@
 """Times the delta rule beside cuDNN and power attention: `python -m benchmarks.delta --device cuda --csv FILE`.
 
 Every call is checked before it is timed: output and gradients of sampled heads are compared with the form in plain
-torch in float64. A call whose error exceeds the bound of `benchmarks.ops` stops the run. `--launches` prints the kernels of a
-call, and what the host does in it.
+torch in float64. A call whose error exceeds the bound of `benchmarks.ops` stops the run. `--launches` prints the
+kernels of a call, and what the host does in it.
 """
 
 from __future__ import annotations
