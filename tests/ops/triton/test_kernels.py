@@ -211,10 +211,11 @@ def test_scales(gated):
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["", "Hopper"])
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(("ends", "chunk"), [(None, 300), (None, 64), ((0, 1, 40, 40, 300), 128)])
-def test_sums_of_gates(ends, chunk, tiled):
+def test_sums_of_gates(ends, chunk, heads, tiled):
     """Their differences, behind resets and gates that are nearly resets, and where the high parts for Hopper change."""
-    G, T, tile = 2, 300, gate.REACH_TILE.value
+    G, T, tile = 2 * heads, 300, gate.REACH_TILE.value
     gen = torch.Generator().manual_seed(0)
     log_g = -(10 ** (6 * torch.rand(1, T, G, generator=gen) - 4)).to(DEVICE)
     log_g[:, 5::7] = -1e30
@@ -222,9 +223,9 @@ def test_sums_of_gates(ends, chunk, tiled):
     cu_seqlens = None if ends is None else torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE)
     call = calls.Call(x, x, x, log_g, cu_seqlens, 2, 1.0, 0 if ends is None and chunk == T else chunk, False)
     sums = torch.full((3 if tiled else 2, G, T), torch.nan, device=DEVICE)
-    gate.gate_sums[(call.plan.layout.blocks(chunk), G)](
+    gate.gate_sums[(call.plan.layout.blocks(chunk), G // heads)](
         log_g, sums, None, None, cu_seqlens, call.table(chunk), T, T, G, chunk, 150.0,
-        BLOCK=128, TILED=tiled, PACKED=ends is not None, OVERLAP=False,
+        BLOCK=128, HEADS=heads, TILED=tiled, PACKED=ends is not None, OVERLAP=False,
     )  # fmt: skip
     exact = (log_g[0].double() / math.log(2)).clamp(min=-160).T
     high, low = sums[-2:].double()
