@@ -50,16 +50,23 @@ def seeds_table(rows: Sequence[Row]) -> str:
 def deep_table(rows: Sequence[Row]) -> str:
     """Returns `seeds_table`, and the judgement of Claim 1 for each depth. Labels end with the depth.
 
-    The baseline of the judgement is attention after a short convolution, because attention with learned positions may
-    need more steps than the runs have.
+    A depth is left out as long as a cell lacks a run at some rate. The baseline of the judgement is attention after a
+    short convolution, because attention with learned positions may need more steps than the runs have.
     """
-    claims = []
+    claims, shown, cells, rates = [], [], 0, len({row["learning_rate"] for row in rows})
     for (layers,), same in sorted(group(rows, "layers").items()):
+        tried = group(same, "label", "width", "length")
+        cells = max(cells, len(tried))
+        done = sum(len({row["learning_rate"] for row in each}) for each in tried.values())
+        if done < rates * cells:
+            claims.append(f"With {layers} layers, {done} of {rates * cells} runs of the first seed are done.")
+            continue
+        shown += same
         labels = [row["label"].partition(",")[0] for row in same]
         known = [{**row, "label": label} for row, label in zip(same, labels, strict=True) if label != BASE]
         found = claim_1([row | {"label": BASE} if row["label"] == CONVOLVED else row for row in known])
         claims.append(f"With {layers} layers: {found}")
-    return "\n\n".join([seeds_table(rows), *claims])
+    return "\n\n".join([seeds_table(shown), *claims])
 
 
 def convolutions_table(rows: Sequence[Row]) -> str:
@@ -183,4 +190,5 @@ def _about(rows: Sequence[Row]) -> str:
     most = f"{len(runs)} runs of at most {max(row['steps'] for row in runs):,} steps, {solved} of which stopped at"
     commits = ", ".join(sorted({row["commit"] for row in runs}))
     several = f", {seeds} seeds" if seeds > 1 else ""
-    return f"{most} {100 * row['stop_at']:.3g}%{several}; {row['processor']}; torch {row['torch']}, commit {commits}."
+    processors = ", ".join(sorted({each["processor"] for each in runs}))
+    return f"{most} {100 * row['stop_at']:.3g}%{several}; {processors}; torch {row['torch']}, commit {commits}."

@@ -56,6 +56,12 @@ def stepped(mixer):
     return step
 
 
+def assert_equal(found, expected):
+    """Equal up to roundings. Batches of other sizes add up in another order, and the delta rule subtracts large terms
+    that nearly cancel before a norm makes them large again: 1e-4 of the norm, where a wrong page would be all wrong."""
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
 def parts(batch, read):
     """The parts of a batch, of what vLLM tells: where requests start, their pages, and their lengths."""
     starts = [0]
@@ -91,7 +97,7 @@ def test_pages_are_stepped_as_states_of_their_own(name):
         step_on_pages(stepped(mixer), first, pages, x, parts(batch, read), [found])
         for request, length in batch.items():
             read[request] += length
-        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+        assert_equal(found, torch.cat(expected))
     assert (raw[unused] == 0x7F).all() and (raw[:, -64:] == 0x7F).all()
 
 
@@ -129,7 +135,7 @@ def test_steps_of_one_token_are_one_graph(name):
         x[: len(batch)] = given
         decoding.of(*numbers(batch, [read[request] for request in batch]), len(batch), rows)
         run()
-        torch.testing.assert_close(found[: len(batch)], torch.cat(expected), rtol=1e-4, atol=1e-5)
+        assert_equal(found[: len(batch)], torch.cat(expected))
     unused = [page for page in range(1, PAGES) if page not in TABLE.values()]
     assert (raw[unused] == 0x7F).all() and (raw[:, page_of(first).size :][1:] == 0x7F).all()
 
