@@ -249,7 +249,13 @@ class LanguageModel(nn.Module):
             part.compile(**options)
 
     def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> ModelState:
-        """Returns the state before the first token; `device` and `dtype` as in `Mixer.init_state`."""
+        """Returns the state before the first token; `device` and `dtype` as in `Mixer.init_state`.
+
+        Raises ValueError for sums of the past, of at least 4 bytes a number, that are larger than the free memory.
+        """
+        held = batch_size * self.state_size(0) * max(4, self.embedding.weight.element_size())
+        what = f"a state of {self.config.n_layers:,} layers for {batch_size:,} sequence{'s' * (batch_size != 1)}"
+        check_memory(what, held, self.embedding.weight.device if device is None else device)
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:

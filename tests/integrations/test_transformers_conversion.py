@@ -275,6 +275,8 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
     [
         (["convert", "{}/hf", "--out", "{}/hf"], "exists already; give a new or an empty folder"),
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "linear"], "a pattern is made of power, window, softmax"),
+        (["convert", "{}/hf", "--out", "{}/new", "--pattern", "delta*0"], "such as power*5,softmax; got 'delta*0'"),
+        (["convert", "{}/hf", "--out", "{}/new", "--pattern", "gated", "--unshare"], "the pattern has none: gated"),
         (["convert", "{}/hf", "--out", "{}/new", "--keep", "power*2", "--by", "{}/text"], "softmax or gated, such as"),
         (["convert", "{}/hf", "--out", "{}/new", "--keep", "9", "--by", "{}/text"], "at most 4 layers to keep"),
         (["convert", "{}/hf", "--out", "{}/new", "--keep", "2", "--by", "{}/hf"], "is empty"),
@@ -282,6 +284,9 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
         (["convert", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["convert", "{}/words", "--out", "{}/new"], "words cannot be used: expected a byte-level BPE"),
         (["convert", "{}/cut", "--out", "{}/new"], "cut cannot be read: Error while deserializing header"),
+        (["convert", "{}/swapped", "--out", "{}/new"], "swapped is a model of sympow already; give the"),
+        (["convert", "{}/made", "--out", "{}/new"], "made is a model of sympow already; give the pre"),
+        (["distill", "{}/swapped", "--teacher", "{}/made", "--out", "{}/new"], "made is a model of sympow already"),
         (["distill", "{}/hf", "--teacher", "{}/hf", "--out", "{}/new"], "is of a model of Hugging Face transformers"),
         (["distill", "{}/swapped", "--teacher", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["distill", "{}/swapped", "--teacher", "{}/hf", "--out", "{}/new", "data.kind=text", "data.path={}/text",
@@ -291,6 +296,7 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
 def test_what_cannot_be_done_is_refused_in_one_line(folder, arguments, message, capsys):
     if not (folder / "bare").exists():
         AutoModelForCausalLM.from_pretrained(folder / "hf").save_pretrained(folder / "bare")
+        assert main(["export", f"{folder}/swapped", "--out", f"{folder}/made"]) == 0
         BPETokenizer.train(["other words, other pairs"], 270).save(folder / "other" / "tokenizer.json")
         for name, file, text in (("words", "tokenizer.json", "{}"), ("cut", "model.safetensors", "")):
             shutil.copytree(folder / "hf", folder / name)

@@ -51,9 +51,12 @@ def check_fields(
         known: the architectures that can be read.
         expected: the values of fields that have one value only.
 
-    Raises ValueError for another architecture, for quantized layers, and for values that no model can have.
+    Raises ValueError for another architecture, for the config of a run or of an exported one, for quantized layers, and
+    for values that no model can have.
     """
     kind = config.get("model_type")
+    if kind == "sympow" or (kind is None and {"model", "data", "training"} <= config.keys()):
+        raise ValueError(f"{name} is a model of sympow already; give the pretrained model that it was made from")
     if kind not in known:
         raise ValueError(f"{name} is of the architecture {kind!r}; sympow reads {', '.join(known)}")
     quantization = config.get("quantization_config")
