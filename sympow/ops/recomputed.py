@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.ops.availability import is_exporting
+from sympow.ops.availability import constant_result, is_exporting
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
 
@@ -18,7 +18,8 @@ def recomputed(like: Callable, outputs: int = 1) -> Callable[[Callable], Callabl
     """Makes a decorator of a function that torch.compile would trace for one length only.
 
     Compiled code calls the function as an operator, which is right for all lengths. Its backward computes the function
-    again, and then the gradients. All other calls are those of the function itself, also of torch.export.
+    again, and then the gradients. All other calls are those of the function itself, also of torch.export, and inside of
+    torch.func and of forward-mode derivatives, which an operator does not have.
 
     Args:
         like: with the arguments of the function, returns tensors of the shapes, dtypes and devices of its results.
@@ -61,13 +62,19 @@ def recomputed(like: Callable, outputs: int = 1) -> Callable[[Callable], Callabl
 
         @wraps(function)
         def call(*tensors: Tensor) -> Any:
-            if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            if torch.compiler.is_dynamo_compiling() and not is_exporting() and not _is_transformed():
                 return compiled(*tensors)
             return function(*tensors)
 
         return call
 
     return decorate
+
+
+@constant_result
+def _is_transformed() -> bool:
+    """Returns whether a graph is made inside of a transform of torch.func, or of forward-mode derivatives."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _name(function: Any, name: str, arguments: list[str], results: int) -> None:

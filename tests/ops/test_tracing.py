@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.export import Dim, export
 
 from sympow.layers import (
@@ -176,6 +177,31 @@ def test_every_mixer_needs_few_graphs(name, options, how):
         torch.testing.assert_close(*found)
     assert counters["stats"]["unique_graphs"] <= 3
     assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["long_convolution", "rwkv4"])
+def test_derivatives_by_transforms_in_a_graph(name):
+    """Of torch.func and in forward mode, which an operator does not have; also after a graph without them."""
+    mixer, gen = make((name, OPTIONS[name][0])), torch.Generator().manual_seed(0)
+    x = torch.randn(1, 11, D_MODEL, dtype=torch.float64, generator=gen)
+
+    def forward_mode(call, x):
+        return torch.func.jvp(call, (x,), (x.cos(),))[1]
+
+    def reverse_mode(call, x):
+        return torch.func.grad(lambda z: call(z).pow(2).sum())(x)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        for derivative in (forward_mode, reverse_mode):
+            found = torch.compile(lambda x, of=derivative: of(mixer, x), backend="aot_eager", **DYNAMIC)(x)
+            torch.testing.assert_close(found, derivative(mixer, x))
+        compiled = torch.compile(mixer, backend="aot_eager", **DYNAMIC)
+        compiled(x)
+        with dual_level():
+            found, expected = (unpack_dual(call(make_dual(x, x.cos()))).tangent for call in (compiled, mixer))
+            torch.testing.assert_close(found, expected)
     torch.compiler.reset()
 
 
