@@ -17,7 +17,7 @@ KERNELS = "sympow.ops.triton"
 PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
 ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 # Modules that the modules of a part import for other devices, and that its calls do not run.
-NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.reference")}
+NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.reference")}
 
 
 def part_of(path: Path, processor: str | None) -> str:
