@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "sympow.ops.triton"
 PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
 ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
-# Modules that the modules of a part import for other devices, and that its calls do not run.
+# Modules that the modules of a part import for other devices, or for graphs of plain torch. Its calls do not run them.
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.reference")}
 
 

@@ -70,6 +70,15 @@ def test_depths_are_judged_apart():
     assert four.startswith("With 4 layers: Claim 1: ") and "is reproduced for Hyena." in four
 
 
+def test_a_depth_without_all_its_runs_is_left_out():
+    rows = [{**each, "label": f"{each['label']}, {layers} layers", "layers": layers, "learning_rate": rate}
+            for layers in (2, 4) for rate in (1e-3, 1e-2) for each in grid({CONVOLVED: SOLVED})]  # fmt: skip
+    table, two, four = deep_table(rows[:-1]).rsplit("\n\n", 2)
+    assert "4 layers" not in table and two.startswith("With 2 layers: Claim 1: ")
+    assert four == "With 4 layers, 9 of 10 runs of the first seed are done."
+    assert "4 layers: Claim 1: " in deep_table(rows)
+
+
 def test_numbers_of_pairs_are_told_apart():
     rows = [row("RetNet", 8, 256, accuracy, pairs=pairs, test=f"mqar 256:{pairs}")
             for pairs, accuracy in ((8, 0.75), (64, 0.25))]  # fmt: skip

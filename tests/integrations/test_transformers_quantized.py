@@ -27,9 +27,8 @@ SMOL = {
 
 
 BLOCK = 64  # elements that share a scale, the largest of them
-WIDEST = (
-    0.16  # of that scale: half of the widest gap between two of the 16 levels of nf4, from -1 to -0.6962, rounded up
-)
+# Of that scale: half of the widest gap between two of the 16 levels of nf4, from -1 to -0.6962, rounded up.
+WIDEST = 0.16
 
 
 def dense(layer):
