@@ -1,12 +1,38 @@
-"""Gradients of first order: a derivative of such a gradient raises an error."""
+"""Gradients of first order: a derivative of such a gradient raises an error, and so do derivatives in forward mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from sympow.ops.availability import constant_result
+
+
+def refuse_tangents(name: str, inputs: Iterable[Any]) -> None:
+    """Raises NotImplementedError where a kernel would lose derivatives in forward mode.
+
+    These are eager calls of inputs with a tangent, and graphs that are made while forward mode is on.
+
+    Args:
+        name: of the function, for the error.
+        inputs: tensors and others.
+    """
+    if _in_forward_mode() and (torch.compiler.is_compiling() or any(map(_has_tangent, inputs))):
+        hint = "; expected impl='reference'" if "power_" in name else ""
+        raise NotImplementedError(f"sympow's {name} has no derivatives in forward mode (torch.func.jvp){hint}")
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+@constant_result
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
 
 
 def first_order(name: str) -> Callable[[Callable], Callable]:

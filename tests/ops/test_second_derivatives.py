@@ -1,13 +1,15 @@
-"""Second derivatives: an implementation has the right ones, or raises an error. None drops a part of them."""
+"""Second derivatives, and those in forward mode: an implementation has the right ones, or raises an error. None drops
+a part of them."""
 
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual
 
 from sympow.models.cross_entropy import CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
-from sympow.ops import PowerState, Rotation, power_attention, rotary_frequencies, rotate_alike
+from sympow.ops import PowerState, Rotation, power_attention, power_delta_rule, rotary_frequencies, rotate_alike
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.fused.float32_linear import fused_float32_linear
 from sympow.ops.fused.gated_norm import fused_gated_norm
@@ -19,6 +21,7 @@ from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 
 B, T, H, K, V = 1, 9, 2, 4, 3
 REFUSED = "cannot be differentiated again"
+NAMES = ["gated_norm", "gelu_linear", "short_convolution", "float32_linear", "rotate_heads", "unit_heads"]
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -136,9 +139,7 @@ def kernels() -> dict:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["gated_norm", "gelu_linear", "short_convolution", "float32_linear", "rotate_heads", "unit_heads"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernels(name):
     function, shapes = kernels()[name]
     tensors = [drawn(*shape, seed=n, dtype=torch.float32) for n, shape in enumerate(shapes)]
@@ -160,3 +161,36 @@ def test_losses_in_slices(dtype):
     assert_each_refused(
         lambda *x: divergence_sum(*x, *teacher, real, rows=4, divergence=Divergence()), [hidden, weight]
     )
+
+
+@pytest.mark.parametrize("op", ["power", "delta", *NAMES])
+def test_kernels_have_none_in_forward_mode(op):
+    """Also where no input requires a gradient, and where the call is compiled."""
+    if op in NAMES:
+        function, shapes = kernels()[op]
+        tensors = [drawn(*shape, seed=n, dtype=torch.float32).detach() for n, shape in enumerate(shapes)]
+    else:
+        pytest.importorskip("triton")
+        *tensors, log_g = (x.detach() for x in inputs(torch.float32))
+        beta = log_g.exp()
+        power = partial(power_attention, log_g=log_g, impl="triton")
+        delta = partial(power_delta_rule, beta=beta, log_g=log_g, impl="triton")
+        function = lambda *x: (power if op == "power" else delta)(*x).out  # noqa: E731
+    tangents = tuple(x.cos() for x in tensors)
+    calls = [function] if op in NAMES else [function, torch.compile(function, backend="aot_eager")]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"forward|jvp|setup_context"):
+            torch.func.jvp(call, tuple(tensors), tangents)
+        with dual_level(), pytest.raises(RuntimeError, match=r"forward|jvp|setup_context"):
+            call(*map(make_dual, tensors, tangents))
+    torch.compiler.reset()
+
+
+def test_the_reference_has_those_in_forward_mode():
+    tensors = [x.detach() for x in inputs()]
+    found = torch.func.jvp(lambda *x: power_attention(*x, impl="reference").out, tuple(tensors), tuple(tensors))[1]
+    leaves = [x.requires_grad_() for x in tensors]
+    out = power_attention(*leaves, impl="reference").out
+    y = torch.ones_like(out).cumsum(1)
+    grads = torch.autograd.grad(out, leaves, y)
+    assert torch.allclose((found * y).sum(), sum((x * grad).sum() for x, grad in zip(leaves, grads, strict=True)))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.ops.first_order import first_order
+from sympow.ops.first_order import first_order, refuse_tangents
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -74,6 +74,7 @@ def operator(
 
         @wraps(function)
         def call(*inputs: Any) -> Any:
+            refuse_tangents(name, inputs)
             if torch.compiler.is_compiling() or is_followed(inputs[0]):
                 return registered(*inputs)
             if gradient is not None and torch.is_grad_enabled() and _needs_gradient(inputs):

@@ -21,6 +21,7 @@ from sympow.ops.availability import unsupported_tensors
 from sympow.ops.decoding import StepOptions
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
+from sympow.ops.first_order import refuse_tangents
 from sympow.ops.runtime.launcher import cast, differentiable, is_followed, operator, padded_key_dim
 from sympow.ops.triton import launch, position_gradient
 from sympow.ops.triton.context_parallel import PowerInContext
@@ -546,5 +547,6 @@ def attend(
             return _power(options, q, k, v, log_g, *others)
     elif options.gradient:
         return _power(options, q, k, v, log_g)
+    refuse_tangents("power_attention", (q, k, v, log_g, *others))
     result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
     return result.out, result.s, result.z

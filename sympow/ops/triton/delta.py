@@ -26,7 +26,7 @@ from sympow.ops.triton import adapt as power
 from sympow.ops.triton import launch, plan
 from sympow.ops.triton.delta_kernels import block_corrections, groups_pass, key_gradient_pass, solve_pass
 from sympow.ops.triton.gate import REACH_TILE, gate_sums
-from sympow.ops.triton.plan import SUM_BLOCK, Call, Gate, Launch, Shapes
+from sympow.ops.triton.plan import Call, Gate, Launch, Shapes
 from sympow.ops.types import PowerState
 
 T = TypeVar("T")
@@ -476,11 +476,10 @@ class _Chunks:
         contiguous rows of `time` tokens."""
         tokens = log_g.shape[0] * time
         sums = torch.empty(3 if tiled else 2, self.groups, tokens, device=log_g.device, dtype=torch.float32)
-        block = min(SUM_BLOCK, max(REACH_TILE.value, next_power_of_2(self.size)))
         numbers = {"T": time, "tokens": tokens, "G": self.groups, "CHUNK": self.size, "most": 0.0}
         chunks = log_g.shape[0] * ceil_div(time, self.size)
         heads = plan.heads_together(self.groups, chunks, processors(log_g.device))
-        options = {"BLOCK": block, "HEADS": heads, "TILED": tiled, "PACKED": False, "OVERLAP": False}
+        options = plan.sums_block(self.size, heads, False) | {"TILED": tiled, "PACKED": False, "OVERLAP": False}
         nothing = dict.fromkeys(("begins", "ends", "starts", "chunks"))
         grid = (chunks, self.groups // heads)
         launch_kernel(gate_sums, grid, numbers | options, log_g=log_g, sums=sums, **nothing)

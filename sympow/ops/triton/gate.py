@@ -30,8 +30,9 @@ def gate_sums(
 ):  # fmt: skip
     """Computes sums [2 or 3, G, tokens], float32: log2 of the decay from before the first token of the chunk to after
     each token. The first is rounded to the nearest, and is also the high part; then comes the low part. If TILED, the
-    parts of the passes for Hopper come after the rounded sum. `begins` and `ends` are written by `_find_reach` for rows
-    of one chunk, by programs of one head; otherwise they are None. Grid: chunks, G / HEADS."""
+    parts of the passes for Hopper come after the rounded sum, which is then written only where it is read, at the last
+    token of each tile and of the chunk. `begins` and `ends` are written by `_find_reach` for rows of one chunk, by
+    programs of one head; otherwise they are None. Grid: chunks, G / HEADS."""
     start_next(OVERLAP)
     first_head = tl.program_id(1) * HEADS
     h = tl.arange(0, HEADS)[None, None, :]
@@ -63,7 +64,10 @@ def gate_sums(
         total = local + before
         high = total.to(tl.float32)
         here = row + s + h.to(tl.int64) * tokens
-        tl.store(here + t, high, mask=valid)
+        read = valid
+        if TILED:
+            read &= (t % REACH_TILE == REACH_TILE - 1) | (t == end - s - 1)
+        tl.store(here + t, high, mask=read)
         parts = here + plane
         if TILED:
             of_tile = (tl.floor(before / TILE_GRID) * TILE_GRID).to(tl.float32)

@@ -118,7 +118,12 @@ def query_pass(
     if STATES:
         entering = INIT or begin > 0
         if GATED:  # the decay from the state to this block; if it is 0, no row is read
-            kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
+            at = sums + g * tokens + start + first - 1
+            plane = tl.cast(G, tl.int64) * tokens
+            if TILED:
+                at += plane
+            kept = tl.load(at, mask=first > begin, other=0.0) + tl.load(at + plane, mask=first > begin, other=0.0)
+            kept = tl.exp2(kept)
             entering &= kept > 0.0
         if entering:
             chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + begin // CHUNK

@@ -21,7 +21,8 @@ from sympow.ops.triton.levels import TILE
 from sympow.ops.triton.plan import THREE_PROGRAMS, WEIGH_BLOCK, Call, Plan, heads_together
 from sympow.ops.triton.segments import Segments, few, join_blocks, join_launcher, segments_of
 
-GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's gradient, along whole rows and within chunks
+# Tokens of a block of the gate's gradient: along whole rows, and within chunks, those of all heads of a program.
+GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256
 STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read together, and programs of one state
 
 
@@ -549,10 +550,10 @@ def gate_gradient(
 
 
 def _gate_gradient_by_chunk(plan: Plan, final: bool, parts: int, block: int) -> Launcher:
-    constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "BLOCK": block, "FINAL": final}
     chunks = plan.layout.blocks(plan.chunk)
     heads = heads_together(plan.G, chunks, plan.processors)
-    constants |= {"PARTS": parts, "COUNT": next_power_of_2(parts), "HEADS": heads}
+    constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "BLOCK": block // heads, "FINAL": final}
+    constants |= {"PARTS": parts, "COUNT": next_power_of_2(parts), "HEADS": heads, "num_warps": 2 if heads > 1 else 4}
     numbers = plan.sequences() | {"G": plan.G}
     grid = (chunks, plan.G // heads)
     return Launcher(gate.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})

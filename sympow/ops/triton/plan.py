@@ -635,7 +635,8 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # tokens of a block of the gate's sums, within chunks and along whole rows
+# Tokens of a block of the gate's sums: within chunks, for one head and for several, and along whole rows.
+SUM_BLOCK, HEADS_SUM_BLOCK, LONG_SUM_BLOCK = 1024, 128, 4096
 
 
 def heads_together(groups: int, chunks: int, processors: int) -> int:
@@ -781,9 +782,15 @@ def _flat(x: Tensor) -> Tensor:
 def _gate_sums(plan: Plan) -> Launcher:
     size = plan.chunk or plan.layout.length
     numbers = plan.sequences() | {"G": plan.G, "CHUNK": size, "most": plan.vanishing}
-    block = min(SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, next_power_of_2(size))
     heads = 1 if plan.reaches else heads_together(plan.G, plan.layout.blocks(size), plan.processors)
-    constants = {"BLOCK": max(block, gate_kernels.REACH_TILE.value), "HEADS": heads, "PACKED": plan.layout.packed}
-    constants |= {"TILED": plan.tiled, "num_warps": 8 if block * heads > 2 * SUM_BLOCK else 4}
+    constants = sums_block(size, heads, not plan.chunk) | {"TILED": plan.tiled, "PACKED": plan.layout.packed}
     grid = (plan.layout.blocks(size), plan.G // heads)
     return Launcher(gate_kernels.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})
+
+
+def sums_block(size: int, heads: int, whole: bool) -> dict[str, int]:
+    """Returns the options of `gate.gate_sums` for chunks of `size` tokens, `whole` rows or not, and heads together."""
+    most = HEADS_SUM_BLOCK if heads > 1 else LONG_SUM_BLOCK if whole else SUM_BLOCK
+    block = max(gate_kernels.REACH_TILE.value, min(most, next_power_of_2(size)))
+    warps = 2 if heads > 1 else 4 if block <= 2 * SUM_BLOCK else 8
+    return {"BLOCK": block, "HEADS": heads, "num_warps": warps}

@@ -40,17 +40,18 @@ def weigh(
     w = tl.where(valid, 1.0, 0.0)
     if GATED:
         here = sums + (h // R) * tokens + start
+        at = t
+        if TILED:
+            here += heads * tokens
+            at = first + tl.arange(0, BLOCK) // REACH_TILE * REACH_TILE  # the high part of a tile is read once
+        low = here + heads * tokens
+        high = tl.load(here + at, mask=valid, other=0.0)
+        rest = tl.load(low + t, mask=valid, other=0.0)
         if REVERSE:
-            w *= tl.exp2(tl.load(here + t, mask=valid, other=0.0))
+            w *= tl.exp2(high + rest)
         else:
             last = tl.minimum((first // CHUNK) * CHUNK + CHUNK, length) - 1
-            at = t
-            if TILED:
-                here += heads * tokens
-                at = first + tl.arange(0, BLOCK) // REACH_TILE * REACH_TILE  # the high part of a tile is read once
-            low = here + heads * tokens
-            rest = tl.load(low + last) - tl.load(low + t, mask=valid, other=0.0)
-            w *= tl.exp2((tl.load(here + last) - tl.load(here + at, mask=valid, other=0.0)) + rest)
+            w *= tl.exp2((tl.load(here + last) - high) + (tl.load(low + last) - rest))
     z = w
     if REVERSE:
         w *= weight * tl.load(norm + h * tokens + start + t, mask=valid, other=0.0)
