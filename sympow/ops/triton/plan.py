@@ -123,7 +123,7 @@ def delta_launches(
 # 8 warps runs. With 4 gradient parts, a tile of the query and the key pass has K rows.
 HOPPER = {
     32: Config(
-        output=Launch(128, 64, 4, 2, 256),
+        output=Launch(128, 64, 4, 4, 128),
         query=Launch(128, 64, 4, 3, 128),
         key=Launch(64, 64, 4, 3, 256),
         state=Launch(4, 32, 4, 4, 32),

@@ -264,20 +264,11 @@ def output_pass(
 
     acc = gl.zeros([BLOCK, V], gl.float32, mma)
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
-    await_last(OVERLAP)
-    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + (g + G) * tokens + start
-    low = here + G * tokens
-    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
-    if GATED:  # all loads before the state's rows, so that programs wait for them together
-        high, rest = sum_before(here, low, first, origin)
-        own = gl.load(here + row, mask=row < length, other=0.0) - high
-        own += gl.load(low + row, mask=row < length, other=0.0) - rest
-        tile_high = gl.load(here + begin)
     if STATES:
         entering = INIT or begin > 0
         if GATED:  # the decay from the state to this block; if it is 0, no row is read
-            kept = exp2(high + rest)
+            await_last(OVERLAP)
+            kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
             if PACKED:
@@ -311,8 +302,16 @@ def output_pass(
         barrier()
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
+    await_last(OVERLAP)
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
+        high, rest = sum_before(here, low, first, origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         if STATES:
             acc *= kept
             total *= kept
@@ -322,6 +321,8 @@ def output_pass(
     before = (first - begin) // KEYS
     # A step sums the elements of a row that one thread has. Threads are added up at the end.
     parts = _row_parts(gl.zeros([BLOCK, KEYS], gl.float32, score_mma), BLOCK, KEYS)
+    if GATED:  # the high part of a tile is loaded a step ahead
+        tile_high = gl.load(here + begin)
     for i in range(steps):
         s0 = begin + i * KEYS
         if GATED:
@@ -330,7 +331,7 @@ def output_pass(
                 total *= since
                 parts *= gl.convert_layout(since, gl.SliceLayout(1, parts.type.layout))[:, None]
             ref = (high - tile_high) + rest
-            tile_high = gl.load(here + gl.minimum(s0 + KEYS, length - 1))  # a step ahead
+            tile_high = gl.load(here + gl.minimum(s0 + KEYS, length - 1))
             there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
