@@ -1,8 +1,9 @@
 """Times the op of another version and of this one, in turns: `python -m benchmarks.compare --base FOLDER --csv FILE`.
 
 FOLDER holds the files of the other version, as `git worktree add FOLDER COMMIT` makes it. Each version has a process of
-its own, which takes only the package `sympow` from there. Every round times a call once in each, so that a machine that
-slows down does so for both. The ratio is the median over the rounds, of the time here divided by the time there.
+its own, which takes only the package `sympow` from there. Every round times a call in each, so that a machine that
+slows down does so for both, and the versions take turns in coming first. The ratio is the median over the rounds, of
+the time here divided by the time there.
 `python -m benchmarks.ops` checks and times the same calls beside other libraries.
 """
 
@@ -23,7 +24,7 @@ from benchmarks.common.cases import CASES, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import measured, milliseconds, options, write
 
 HERE = Path(__file__).parents[1]
-ROUNDS = 9
+ROUNDS = 10
 
 
 class Version:
@@ -57,6 +58,14 @@ class Version:
         self._package.cleanup()
 
 
+def in_turn(base: Version, own: Version, case: Case, mode: str, *, own_first: bool) -> tuple[float, float]:
+    """Returns milliseconds of a call in both versions."""
+    if own_first:
+        after = own.ask(case, mode)
+        return base.ask(case, mode), after
+    return base.ask(case, mode), own.ask(case, mode)
+
+
 def answer(device: str, threads: int) -> None:
     """Reads cases from the standard input, and prints the time of each."""
     torch.set_num_threads(threads)
@@ -88,7 +97,7 @@ def main() -> None:
             if args.times and case.T not in args.times:
                 continue
             for mode in MODES:
-                pairs = [(base.ask(case, mode), own.ask(case, mode)) for _ in range(ROUNDS)]
+                pairs = [in_turn(base, own, case, mode, own_first=bool(n % 2)) for n in range(ROUNDS)]
                 before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
                 ratio = statistics.median(b / a for a, b in pairs)
                 print(

@@ -179,7 +179,8 @@ def _cell(seeds: Sequence[float], pairs: int) -> str:
     excess = f"{100 * (mean(seeds) - 1 / pairs):+.1f}"
     if len(seeds) == 1:
         return f"{seeds[0]:.1%} (one seed), {excess}"
-    return f"{mean(seeds):.1%} [{min(seeds):.1%}, {max(seeds):.1%}], {excess}"
+    few = ", two seeds" if len(seeds) == 2 else ""
+    return f"{mean(seeds):.1%} [{min(seeds):.1%}, {max(seeds):.1%}{few}], {excess}"
 
 
 def _about(rows: Sequence[Row]) -> str:
@@ -189,6 +190,6 @@ def _about(rows: Sequence[Row]) -> str:
     seeds = len({row["seed"] for row in runs})
     most = f"{len(runs)} runs of at most {max(row['steps'] for row in runs):,} steps, {solved} of which stopped at"
     commits = ", ".join(sorted({row["commit"] for row in runs}))
-    several = f", {seeds} seeds" if seeds > 1 else ""
+    several = f", at most {seeds} seeds" if seeds > 1 else ""
     processors = ", ".join(sorted({each["processor"] for each in runs}))
     return f"{most} {100 * row['stop_at']:.3g}%{several}; {processors}; torch {row['torch']}, commit {commits}."

@@ -57,7 +57,9 @@ def test_a_cell_tells_seeds_and_the_excess_over_guessing():
     rows = [row("attention", 8, 64, accuracy, seed) for seed, accuracy in enumerate((0.99, 1.0, 0.995))]
     table = convolutions_table(rows)
     assert "| attention | 8 | 99.5% [99.0%, 100.0%], +74.5 |" in table and "| guessing, 1/D |  | 25.0% |" in table
-    assert "3 runs of at most 10 steps, 3 of which stopped at 99.6%, 3 seeds; H200" in table
+    assert "3 runs of at most 10 steps, 3 of which stopped at 99.6%, at most 3 seeds; H200" in table
+    two = convolutions_table(rows[:2])
+    assert "| attention | 8 | 99.5% [99.0%, 100.0%, two seeds], +74.5 |" in two
 
 
 def test_depths_are_judged_apart():
