@@ -24,6 +24,8 @@ def reading(source: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(f"{source} cannot be read: {_line(error)}") from error
     except Exception as error:  # transformers raises errors of all kinds for files that are not as it expects
+        if str(error).startswith(f"{source} cannot be read: "):
+            raise
         raise ValueError(f"{source} cannot be read: {_line(error)}") from error
 
 
