@@ -359,9 +359,11 @@ def _token_bytes(vocabulary: Mapping[str, int], added: Set[str], merged: Contain
         added: the added tokens among them.
         merged: the tokens that merges may give.
 
-    Raises ValueError for a token that is both, with different bytes.
+    Raises ValueError for a token that is both, with different bytes, and for two tokens of the same number.
     """
     characters = _byte_characters()
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise ValueError(f"{EXPECTED}, got several tokens with the same id")
     table = [b""] * (max(vocabulary.values()) + 1)
     for token, index in vocabulary.items():
         text = token.encode("utf-8")

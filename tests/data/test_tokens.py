@@ -181,7 +181,9 @@ def test_added_tokens_that_remove_white_space_are_told():
 @pytest.mark.parametrize("content", ["naïve", "Ġbe", "\u0106", "<é>", "<x>", "力"])
 def test_an_added_token_is_its_own_text(content):
     """Its letters are not those by which other tokens write bytes."""
-    own = BPETokenizer(json.dumps(spec(model=without_a_byte("\u0106"), added_tokens=[ADDED | {"content": content}])))
+    model = without_a_byte("\u0106")
+    model["vocab"] = {token: place for place, token in enumerate(model["vocab"])}
+    own = BPETokenizer(json.dumps(spec(model=model, added_tokens=[ADDED | {"content": content}])))
     tokens = own.encode(f"a {content} b")
     assert own.token_bytes[tokens[2]] == content.encode() and own.decode(tokens) == f"a {content} b"
     assert own.decode(own.encode("\x06")) == "\ufffd"  # by no merge
@@ -235,6 +237,8 @@ def test_rare_bytes_may_lack_and_their_characters_are_replaced(tmp_path):
         ("[" * 100_000, "is not JSON"),
         (json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "UnicodeScripts"}, LEVEL]})),
          "got the pre-tokenizer 'UnicodeScripts'"),
+        (json.dumps(spec(model=spec()["model"] | {"vocab": BPE_VOCABULARY | {"zz": 5}})), "several tokens with the same"),
+        (json.dumps(spec(model=without_a_byte("\u0106"), added_tokens=[ADDED | {"content": "<x>"}])), "with the same id"),
         (json.dumps(spec(added_tokens=[ADDED | {"id": BPE_VOCABULARY["Ġ"], "content": "Ġ"}])),
          "got the added token 'Ġ', which also stands for b' '"),
     ],
