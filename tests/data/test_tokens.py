@@ -15,7 +15,6 @@ from sympow.data.tokens import cut_text
 
 TEXTS = ["def power(x, p):\n    return x ** p\n\n\n" * 20, "naïve café, 力, 🙂 and {} again\n" * 20]
 BPE = BPETokenizer.train(TEXTS, vocab_size=300)
-BPE_VOCABULARY = json.loads(BPE._serialized)["model"]["vocab"]
 BOTH = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
 
 
@@ -123,6 +122,7 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
         BPETokenizer(json.dumps(content))
 
 
+BPE_VOCABULARY = spec()["model"]["vocab"]
 ADDED = {"id": 300, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
