@@ -242,6 +242,8 @@ def read_header(path: str | os.PathLike[str]) -> ContextHeader:
         if found.dtype not in STATE_DTYPES or not _DIGEST.fullmatch(found.digest):
             raise ValueError(f"expected a dtype and a digest; got {found.dtype!r} and {found.digest!r:.60}")
         return found
+    except ContextError:
+        raise
     except _WRONG as error:
         raise ContextError(f"{path} is not a context file of sympow: {_line(error)}") from error
 
