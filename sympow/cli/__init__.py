@@ -89,8 +89,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        line = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-        return line.replace("\n", "\\n")
+        told = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        return told.replace("\n", "\\n")
     if isinstance(error, MemoryError | RuntimeError):
         from sympow.ops.memory import allocation_error
 
