@@ -177,4 +177,7 @@ def test_weights_that_would_be_changed_are_refused(name, change, message, tmp_pa
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message) as error:
         load_exported(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read: it has an adapter beside its weights"):
+        load_exported(tmp_path)
     assert "\n" not in str(error.value) and str(error.value).count(str(tmp_path)) == 1

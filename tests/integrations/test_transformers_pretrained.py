@@ -751,6 +751,20 @@ def test_a_head_that_is_not_the_embedding_to_which_it_is_tied_is_refused(folder)
         load_pretrained(model)
 
 
+def test_an_adapter_beside_the_weights_is_refused(folder):
+    """transformers would load it too, and its layers in place of the model's."""
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
+    with pytest.raises(ValueError, match=r"hf cannot be read: it has an adapter beside its weights; merge it") as error:
+        load_pretrained(folder)
+    assert str(error.value).count("cannot be read") == 1
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = pretrained("Llama")
+    model.add_adapter(config)
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM lacks weights of its config: .*q_proj.weight is missing$"):
+        load_pretrained(model)
+
+
 def test_quantized_models_in_memory_are_refused():
     model = pretrained("Llama")
     layer = model.model.layers[1].mlp.up_proj

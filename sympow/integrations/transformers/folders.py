@@ -19,7 +19,7 @@ from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.modeling import SympowForCausalLM
-from sympow.integrations.transformers.weight_files import check_finite
+from sympow.integrations.transformers.weight_files import check_finite, check_no_adapter
 from sympow.integrations.transformers.weights import native_name, weights
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
@@ -121,6 +121,7 @@ def load_exported(folder: Path) -> LanguageModel:
     """
     _check_type(folder)
     with reading(folder):
+        check_no_adapter(folder)
         model = SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         native = native_view(model)
     for name, weight in weights(model).items():

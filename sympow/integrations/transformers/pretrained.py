@@ -40,7 +40,13 @@ from sympow.integrations.transformers.sources import (
     rope_scaling,
     unfused,
 )
-from sympow.integrations.transformers.weight_files import FLOATS, check_dtypes, check_finite, stored_weights
+from sympow.integrations.transformers.weight_files import (
+    FLOATS,
+    check_dtypes,
+    check_finite,
+    check_no_adapter,
+    stored_weights,
+)
 from sympow.models import LanguageModel, ModelConfig
 
 # Of a file that a model may lack.
@@ -92,6 +98,9 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         if header is not None:
             check_fields({"model_type": header.fields.get("general.architecture")}, name, IN_GGUF)
         stored = model_config(header) if header is not None else _stored_config(source, where)
+        if header is None:
+            with reading(source):
+                check_no_adapter(source)
         if header is None and stored.get("model_type") in POWER_MODELS:
             return _power(source, where, stored)
         check_fields(stored, name, ARCHITECTURES if header is not None else (*ARCHITECTURES, *POWER_MODELS))

@@ -52,6 +52,17 @@ def check_finite(weight: Tensor, key: str, name: str) -> None:
         raise ValueError(f"{name} cannot be read: its weight {key} holds values that are not finite")
 
 
+def check_no_adapter(source: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a folder, or an id on the Hub, with an adapter of PEFT, which transformers would load too.
+
+    Args:
+        source: the folder or the id.
+    """
+    if _file(source, "adapter_config.json") is not None:
+        how = "merge it into the weights (merge_and_unload of PEFT), or remove adapter_config.json"
+        raise ValueError(f"{source} cannot be read: it has an adapter beside its weights; {how}")
+
+
 def stored_weights(source: str | os.PathLike[str]) -> dict[str, Stored] | None:
     """Describes the weights in a folder, or of an id on the Hub, by name; returns None if there are no weights.
 
