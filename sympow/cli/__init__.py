@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from sympow import __version__
 from sympow.cli import convert, corpora, generate, measure, mqar, serve, train
@@ -72,6 +73,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         import argcomplete
 
         argcomplete.autocomplete(top)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for word in takewhile(lambda word: word != "--", arguments):
+        if word.startswith("-") and word.endswith("=--"):  # for which argparse gives an empty list
+            top.error(f"argument {word.removesuffix('=--')}: expected a value, got '--'")
     options, more = top.parse_known_args(arguments)
     if more and ("rest" not in options or any(word.startswith("-") for word in more)):
         options.refuse(f"unrecognized arguments: {' '.join(more)}")
@@ -84,7 +89,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        told = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        return told.replace("\n", "\\n")
     if isinstance(error, MemoryError | RuntimeError):
         from sympow.ops.memory import allocation_error
 

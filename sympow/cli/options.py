@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import ipaddress
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -134,6 +136,25 @@ def path(text: str) -> str:
     """Returns the path. Refuses an empty path, such as an unset shell variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("a path cannot be empty")
+    return text
+
+
+def host(text: str) -> str:
+    """Returns an address to listen at. Refuses an empty one, which would mean every address of this machine."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an address cannot be empty; 0.0.0.0 means all of this machine")
+    return text
+
+
+def host_name(text: str) -> str:
+    """Returns a name or an address of a host, without a scheme and a port, or * for all."""
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        if not re.fullmatch(r"[^\[\]:@/\s]+", text):
+            raise argparse.ArgumentTypeError(
+                f"expected a name without scheme and port, such as example.org, got {text!r}"
+            ) from None
     return text
 
 

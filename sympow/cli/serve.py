@@ -14,6 +14,8 @@ from sympow.cli.options import (
     add_path,
     add_trust_code,
     decimal,
+    host,
+    host_name,
     positive,
 )
 
@@ -27,9 +29,9 @@ def add(command: AddCommand) -> None:
     """Adds the command to the parser."""
     serve = command("serve", "Serve a model over HTTP with OpenAI's interface.", _SERVE)
     add_path(serve, "folder", "DIR", "Serve this run, or this folder of `sympow export`.")
-    serve.add_argument("--host", default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
+    serve.add_argument("--host", type=host, default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
     add_number(serve, "--port", "Listen at this port; 0 takes a free one.", 8000, type=int)
-    serve.add_argument("--allowed-host", metavar="NAME", action="append", default=[],
+    serve.add_argument("--allowed-host", metavar="NAME", type=host_name, action="append", default=[],
                        help="Answer requests for this host too; * means all; may be repeated "
                             "(default: only localhost, where other machines cannot reach the server).")  # fmt: skip
     serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")

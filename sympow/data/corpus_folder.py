@@ -27,7 +27,7 @@ import numpy as np
 
 from sympow.data.text import BPE_TRAINING_CHARACTERS
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer, tokenizers_library
-from sympow.files import digest, sync, write_text
+from sympow.files import digest, parsed_json, sync, write_text
 from sympow.locks import locked
 
 ROW_TOKENS = 65_536
@@ -241,7 +241,7 @@ def read_entries(corpus: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _parse(lines: Sequence[bytes]) -> list[Entry]:
-    return [Entry(**json.loads(line)) for line in lines]
+    return [Entry(**parsed_json(line)) for line in lines]
 
 
 class _Writer:
@@ -389,7 +389,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def read_summary(folder: Path) -> dict[str, Any]:
     """Reads the `corpus.json` of a corpus. Raises ValueError where it is not JSON."""
     try:
-        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return parsed_json((folder / SUMMARY).read_text(encoding="utf-8"))
     except ValueError:
         raise ValueError(f"{folder / SUMMARY} is not JSON: remove {folder}") from None
 

@@ -618,6 +618,15 @@ def test_passkeys_that_no_memory_holds(folder, fails, monkeypatch, words, messag
     assert fails("passkey", folder / "power", *words) == message
 
 
+@pytest.mark.parametrize(
+    "words", [["generate", "x", "--prompt=--"], ["sizes", "--layers=--"], ["train", "x", "--out=--"]]
+)
+def test_two_dashes_are_no_value(fails, words):
+    """argparse gives an empty list for them."""
+    option = words[-1].removesuffix("=--")
+    assert fails(*words).startswith(f"argument {option}: expected a value, got '--'")
+
+
 def test_sizes_of_powers_without_a_bound(fails):
     assert fails("sizes", "--p", 2, 10**9) == "sizes are computed up to p = 256, got powers=[2, 1000000000]"
 

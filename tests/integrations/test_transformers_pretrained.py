@@ -219,6 +219,21 @@ def test_scaled_rotations_are_those_of_transformers(rotation, theta, tmp_path):
     assert ModelConfig.from_dict(json.loads(json.dumps(found.config.to_dict()))) == found.config
 
 
+@pytest.mark.parametrize("rotation", ["llama3", "yarn"])
+@torch.no_grad()
+def test_the_original_length_beside_the_rotation_takes_priority(rotation, tmp_path):
+    """As in transformers, also where the rotation names another one."""
+    tokens = torch.randint(300, (2, 60), generator=torch.Generator().manual_seed(2))
+    scaled = ROTATIONS[rotation] | {"rope_theta": 1e4}
+    loud("Llama", rope_parameters=scaled).save_pretrained(tmp_path)
+    for rope in (scaled, {key: value for key, value in scaled.items() if "original" not in key}):
+        rewritten(tmp_path, rope_parameters=rope, original_max_position_embeddings=8)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        expected = model(tokens).logits
+        for source in (model, tmp_path):
+            assert_close(load_pretrained(source).model(tokens), expected, rtol=0, atol=1e-4)
+
+
 def gguf_rotation(rotation, width):
     """What a converter writes for a rotation: factors of frequencies for "llama3", otherwise fields."""
     import gguf
@@ -685,6 +700,69 @@ def test_quantized_weights_of_gguf_files(kind, folder):
     tokens = torch.randint(300, (2, 37), generator=torch.Generator().manual_seed(2))
     found = load_pretrained(folder / "tiny.gguf").model
     assert_close(found(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+
+
+OTHER_WEIGHTS = {
+    "C64": (lambda x: x + 1j, "is of .*C.*64, not F64", r"is quantized \(complex64\)"),
+    "I8": (lambda x: x.to(torch.int8), "is of .*I.*8, not F64", r"is quantized \(int8\)"),
+    "BOOL": (lambda x: x > 0, "is of BOOL|is of torch.bool, not F64", r"is quantized \(bool\)"),
+    "F8": (lambda x: x.to(torch.float8_e4m3fn), "is of .*8_e4m3.*, not F64", r"is quantized \(float8_e4m3fn\)"),
+    "NaN": (lambda x: x / 0 * 0, "holds values that are not finite", "holds values that are not finite"),
+    "inf": (lambda x: x.double() * 1e300, "holds values that are not finite", "holds values that are not finite"),
+    "shape": (lambda x: x[1:], "has the shape", "has the shape"),
+}
+
+
+@pytest.mark.parametrize("form", ["safetensors", "PyTorch", "memory"])
+@pytest.mark.parametrize("change", OTHER_WEIGHTS)
+def test_weights_that_are_no_finite_real_numbers_are_refused(change, form, folder):
+    """A cast to float32 would lose an imaginary part, or the scale of quantized weights."""
+    from safetensors.torch import load_file, save_file
+
+    function, of_files, in_memory = OTHER_WEIGHTS[change]
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"):
+        source, message = folder, of_files
+        if form == "memory":
+            source, message = pretrained("Llama"), in_memory
+            module = source.get_submodule(name.removesuffix(".weight"))
+            module.weight = torch.nn.Parameter(function(module.weight.detach()), requires_grad=False)
+        else:
+            pretrained("Llama").save_pretrained(folder)
+            weights = load_file(folder / "model.safetensors")
+            weights[name] = function(weights[name]).contiguous()
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            if form == "PyTorch":
+                (folder / "model.safetensors").unlink()
+                torch.save(weights, folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=rf"(?i){name} ({message})") as error:
+            load_pretrained(source)
+        assert "\n" not in str(error.value)
+
+
+def test_a_head_that_is_not_the_embedding_to_which_it_is_tied_is_refused(folder):
+    """Versions of transformers differ in which of the two they take."""
+    rewritten(folder, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"hf has tie_word_embeddings = True, and a lm_head\.weight that is not"):
+        load_pretrained(folder)
+    model = pretrained("SmolLM")
+    load_pretrained(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has tie_word_embeddings = True, and a lm_head\.weight"):
+        load_pretrained(model)
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder):
+    """transformers would load it too, and its layers in place of the model's."""
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
+    with pytest.raises(ValueError, match=r"hf cannot be read: it has an adapter beside its weights; merge it") as error:
+        load_pretrained(folder)
+    assert str(error.value).count("cannot be read") == 1
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = pretrained("Llama")
+    model.add_adapter(config)
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM lacks weights of its config: .*q_proj.weight is missing$"):
+        load_pretrained(model)
 
 
 def test_quantized_models_in_memory_are_refused():

@@ -168,6 +168,7 @@ def test_bytes_that_are_no_http(server):
         ("evil.example", ["--allowed-host", "a.example"], 403),
         ("a.example:80", ["--allowed-host", "a.example", "--allowed-host", "b"], 200),
         ("evil.example", ["--allowed-host", "*"], 200),
+        ("[2001:db8::1]:80", ["--allowed-host", "2001:db8::1"], 200),
         ("evil.example", ["--host", "0.0.0.0"], 200),
         ("evil.example", ["--host", "0.0.0.0", "--allowed-host", "a.example"], 403),
         ("evil.example", ["--host", "localhost"], 403),
@@ -248,8 +249,18 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
         assert main(["serve", *words, "--device", "cpu"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("sympow: error: ") and message in error and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        main(["serve", str(folder), "--slots", "0"])
+    for option, message in (
+        ("--slots=0", "argument --slots: must be at least 1, got 0"),
+        ("--host=", "argument --host: an address cannot be empty; 0.0.0.0 means all of this machine"),
+        ("--host= ", "argument --host: an address cannot be empty"),
+        ("--allowed-host=http://a.example", "expected a name without scheme and port, such as example.org, got 'http:"),
+        ("--allowed-host=a.example:80", "expected a name without scheme and port, such as example.org, got 'a.ex"),
+        ("--allowed-host=", "expected a name without scheme and port"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["serve", str(folder), option])
+        error = capsys.readouterr().err
+        assert error.startswith("sympow: error: ") and message in error and error.count("\n") == 1
 
 
 def test_sizes_of_the_prefix_cache(folder, tmp_path, capsys, monkeypatch):

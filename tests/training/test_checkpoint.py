@@ -205,6 +205,11 @@ def test_weights_must_fit_the_model():
         restore_model(model, {**state, "extra": torch.ones(1)}, "x.pt")
     with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: 'weight' is torch.complex64, weights are"):
         restore_model(model, {**state, "weight": state["weight"] + 1j}, "x.pt")
+    for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn):
+        with pytest.raises(CheckpointError, match=rf"x.pt does not fit .*: 'weight' is {dtype}, weights are real"):
+            restore_model(model, {**state, "weight": state["weight"].to(dtype)}, "x.pt")
+    with pytest.raises(CheckpointError, match=r"x.pt cannot be used: its weight 'weight' holds values .* not finite"):
+        restore_model(model, {**state, "weight": state["weight"].double() * 1e300}, "x.pt", dtype=torch.float32)
     for value in (math.nan, math.inf):
         with pytest.raises(CheckpointError, match=r"x.pt cannot be used: its weight 'bias' holds values .* not finite"):
             restore_model(model, {**state, "bias": torch.tensor([0, value])}, "x.pt")
