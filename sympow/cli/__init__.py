@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
+from traceback import walk_tb
 
 from sympow import __version__
 from sympow.cli import convert, corpora, generate, measure, mqar, serve, train
@@ -89,8 +91,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        told = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-        return told.replace("\n", "\\n")
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     if isinstance(error, MemoryError | RuntimeError):
         from sympow.ops.memory import allocation_error
 
@@ -98,4 +99,13 @@ def _one_line(error: BaseException) -> str:
             return line
     if isinstance(error, OverflowError):
         return f"a number is too large: {error}"
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    text = str(error).strip()
+    if not _is_own(error):  # other packages add lines with details
+        text = text.split("\n")[0]
+    return text or type(error).__name__
+
+
+def _is_own(error: BaseException) -> bool:
+    """Tells whether this package raised an error. Its messages are one line, unless a name in them has a line end."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and Path(frames[-1].f_code.co_filename).is_relative_to(Path(__file__).parents[1])
