@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_tb
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     If a signal stopped a run after a checkpoint was saved, the exit code is 128 + the signal's number, as in a shell.
     """
     try:
+        if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="surrogateescape")  # for names of files that are not UTF-8
         options = parse(arguments)
         from sympow.layers import trust_code
 

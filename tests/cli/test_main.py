@@ -546,6 +546,13 @@ def test_an_error_is_one_line_whatever_is_in_a_path(folder, fails, tmp_path, nam
     assert shown in fails("train", "demo", f"--{name}")
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_told(folder, tmp_path):
+    run = shutil.copytree(folder / "power", tmp_path / os.fsdecode(b"\xff"))
+    words = [sys.executable, "-m", "sympow", "train", f"{folder}/tiny.py", "--out", str(run)]
+    done = subprocess.run(words, capture_output=True, env=os.environ | {"PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"})
+    assert done.stderr == b"" and done.stdout == bytes(run) + b" has finished already, at step 4 of 4\n"
+
+
 class Piped:
     """Standard input of these bytes, in the encoding of a terminal that replaces what it does not know."""
 

@@ -236,7 +236,8 @@ def test_what_cannot_be_a_corpus_is_refused_in_one_line(tmp_path, archive):
     refused(FileExistsError, r"notes holds something else than a corpus \(no corpus\.json\)", out="notes")
     refused(FileExistsError, r"a\.txt holds something else than a corpus", out="notes/a.txt")
     assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
-    refused(ValueError, r"^the source gives no row of 4,096 tokens for heldout\.zarr$", "short", row_tokens=4096)
+    line = "^row_tokens is 4,096: the source gives no row of so many tokens for heldout.zarr$"
+    refused(ValueError, line, "short", row_tokens=4096)
 
 
 def test_small_directories_join_the_one_above():
