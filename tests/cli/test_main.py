@@ -647,9 +647,10 @@ def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words
         (["--texts", 10**9], "a list of 1,000,000,000 texts needs 64 GB of memory; this machine has 4.0 GB free"),
     ],
 )
-def test_passkeys_that_no_memory_holds(folder, fails, monkeypatch, words, message):
+def test_texts_that_no_memory_holds(folder, fails, monkeypatch, words, message):
     monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
-    assert fails("passkey", folder / "power", *words) == message
+    for command in ("passkey", "needles"):
+        assert fails(command, folder / "power", *words) == message
 
 
 @pytest.mark.parametrize(
