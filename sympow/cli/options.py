@@ -27,6 +27,7 @@ Refuse = Callable[[str], NoReturn]
 
 Arguments = argparse._ActionsContainer  # a parser, or a group of its options
 
+_LONGEST = 2000  # characters of an error
 WAIT = timedelta(seconds=10)  # for torchrun's store, which lives longer than the processes
 
 
@@ -194,7 +195,7 @@ def refuse(line: str) -> NoReturn:
 
 def tell(line: str) -> None:
     """Prints an error. Of the processes that torchrun started, the first one prints it."""
-    line = escaped(line)
+    line = escaped(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
     several = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not is_first(line):
         return

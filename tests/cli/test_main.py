@@ -387,6 +387,9 @@ def test_missing_and_empty_corpora(folder, fails, tmp_path):
         return fails("train", f"{folder}/tiny.py:power", f"data.path={path}", "--out", tmp_path / "run")
 
     assert refused("/nowhere/at/all") == "text corpus does not exist: /nowhere/at/all; data.path names the corpus"
+    line = fails("train", f"{folder}/tiny.py:power", "data.held_out_path=/nowhere", "--out", tmp_path / "held")
+    assert line == "text corpus does not exist: /nowhere; data.held_out_path names the corpus"
+    assert len(fails("train", f"{folder}/tiny.py:power", f"model.body={'x' * 9000}")) < 2100
     assert refused(tmp_path / "empty") == f"text corpus {tmp_path}/empty is empty: no text file in it"
     assert refused(tmp_path / "blank.txt") == f"text corpus {tmp_path}/blank.txt is empty: its files hold no text"
     # a mistyped path does not spoil the folder

@@ -46,11 +46,10 @@ def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[
     numbers = {kind: fields.get(f"tokenizer.ggml.{field}_token_id") for kind, field in kinds.items()}
     numbers = {kind: number for kind, number in numbers.items() if number is not None}
     settings = {f"{kind}_token": _token(fields, kinds[kind], name) for kind in numbers}
-    if "tokenizer.chat_template" in fields:
-        settings["chat_template"] = fields["tokenizer.chat_template"]
-        if not isinstance(settings["chat_template"], str):
-            got = short(settings["chat_template"])
-            raise ValueError(f"{name}: expected a text as tokenizer.chat_template; got {got}")
+    template = fields.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{name}: expected a text as tokenizer.chat_template; got {short(template)}")
+    settings |= {} if template is None else {"chat_template": template}
     generation = {f"{kind}_token_id": number for kind, number in numbers.items()}
     return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
