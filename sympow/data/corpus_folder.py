@@ -197,7 +197,7 @@ def choose_held_out(sizes: Mapping[str, int], group: Callable[[str], str], expec
     if not chosen:
         raise ValueError(
             f"the source has {len(sizes)} long directories, too few to hold {HELD_OUT:.0%} of the text out: "
-            f"expected {expected}"
+            f"expected {expected}, or a smaller row_tokens"
         )
     return {directory for directory in sizes if group(directory) in chosen}
 
