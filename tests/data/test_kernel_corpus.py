@@ -226,7 +226,8 @@ def test_what_cannot_be_a_corpus_is_refused_in_one_line(tmp_path, archive):
     refused(ValueError, "^row_tokens must be positive, got 0$", row_tokens=0)
     refused(FileNotFoundError, "^source does not exist: nowhere$", source="nowhere")
     two = write_folder(tmp_path / "two", {"a/b.c": b"x" * 5000, "c/d.c": b"x" * 5000})
-    refused(ValueError, "^the source has 2 long directories, too few to hold 5% of the text out: .*, or a smaller row_tokens$", "few", two)
+    line = "^the source has 2 long directories, too few to hold 5% of the text out: .*, or a smaller row_tokens$"
+    refused(ValueError, line, "few", two)
     bare = write_folder(tmp_path / "bare", {"a.gif": b"\0"})
     refused(ValueError, r"^source .*bare is empty: no text in it$", "empty", bare)
     twice = write_archive(tmp_path / "twice.tar", {"a/b.c": b"x", "./a/b.c": b"y"}, mode="w", top="")

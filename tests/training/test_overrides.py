@@ -83,8 +83,6 @@ def test_literals_and_unions():
         ("training.lerning_rate=1", "unknown field 'training.lerning_rate'; did you mean 'training.learning_rate'"),
         ("trainin.steps=1", "unknown field 'trainin'; did you mean 'training'"),
         ("training.steps=many", "training.steps takes an integer, got 'many'"),
-        (f"training.steps=1{'0' * 30}", "training.steps must be below 2"),
-        (f"training.micro_batch_size=-1{'0' * 30}", "training.micro_batch_size must be below 2"),
         ("training.steps=1.5", "training.steps takes an integer, got '1.5'"),
         ("training.learning_rate=fast", "training.learning_rate takes a number, got 'fast'"),
         ("training.micro_batch_size=x", "training.micro_batch_size takes an integer, got 'x'"),
