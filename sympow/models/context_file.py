@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sympow.layers.state import check_batch, check_form, form_of
+from sympow.layers.state import check_batch, check_form, check_read, form_of
 from sympow.layers.state_file import STATE_DTYPES, SerializedState, deserialize, fitted, serialize
 from sympow.models.lm import LanguageModel, ModelState
 
@@ -183,6 +183,9 @@ def load_context(
 
     `known` is the `fingerprint` of the model, if the caller has computed it already.
 
+    The number of tokens is compared with the counts of the states. Whoever writes a file can change all of them alike:
+    states of constant size do not tell how many tokens they have read.
+
     Raises FileNotFoundError if there is no file; ContextError if the file is not a context file, was cut or changed, or
     belongs to another model; ImportError without safetensors.
     """
@@ -202,6 +205,7 @@ def load_context(
         for layer, block in zip(state.layers, model.init_state(1).layers, strict=True):
             check_form(layer, form_of(block))
             check_batch(layer, header.rows)
+            check_read(layer, header.tokens)
     except (*_WRONG, _safetensors().SafetensorError) as error:
         raise ContextError(f"{path} does not hold the states of this model: {_line(error)}") from error
     return Context(state, logits, header.tokens, header.digest)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,6 +310,8 @@ CACHE = ("tree", "fields", "layers", "list", 1, "fields")
         (at(*MEMORY, "memory", "fields", "p", value={"int": "9" * 14}), "a PowerState of p=99999999999999"),
         (at(*MEMORY, "memory", "fields", "p", value={"tensor": "logits", "dtype": "float32"}), "does not hold"),
         (at(*MEMORY, "position", value={"int": "-1"}), "expected a number of tokens, got int: -1"),
+        (at(*MEMORY, "position", value={"int": "42"}), "must have position = 43, the tokens read; got 42"),
+        (at("tokens", value="44"), "must have position = 44, the tokens read; got 43"),
         (at(*MEMORY, "position", value={"list": []}), "expected a number of tokens, got list"),
         (at(*MEMORY, "position", value={"int": "1" * 30}), "expected a number of tokens, got int: 1111111"),
         (
@@ -341,6 +344,19 @@ def test_states_of_other_sizes_are_refused(change, message, tmp_path, monkeypatc
     with pytest.raises(ContextError, match=message) as caught:
         load_context(file, built)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_number_of_tokens_that_the_states_deny_is_refused(case, tmp_path):
+    """The states of some mixers do not count tokens."""
+    built, file = model(case), tmp_path / "x.ctx"
+    context = replace(Context.begin(built).read(built, tokens()), tokens=44)
+    save_context(file, built, context)
+    if case in ("power-data", "rwkv7", "rwkv4", "state-space"):
+        assert load_context(file, built).tokens == 44
+    else:
+        with pytest.raises(ContextError, match=r"= 44, the tokens read; got 43$"):
+            load_context(file, built)
 
 
 def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path):

@@ -152,6 +152,8 @@ def test_foreign_files(tmp_path):
     assert refusal(path).endswith("it is a GGUF file, of which `sympow convert` makes a run")
     with pytest.raises(FileNotFoundError, match=r"00000001\.pt is no checkpoint in the folder of a run"):
         fine_tuning_run(path)
+    with pytest.raises(FileNotFoundError, match=r"^/dev/null is no checkpoint in the folder of a run"):
+        fine_tuning_run("/dev/null")
     evil = Evil(tmp_path / "executed")
     path.write_bytes(pickle.dumps(evil))
     assert refusal(path).endswith("it is not an archive as torch.save writes it")

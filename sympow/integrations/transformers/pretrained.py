@@ -226,7 +226,7 @@ def _tokenizer(
 def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) -> dict[str, str]:
     """Returns the texts of the files beside the tokenizer, by their names. `fields` are those of a GGUF file."""
     if fields is not None:
-        return gguf_beside(fields)
+        return gguf_beside(fields, str(source))
     files = {name: cached_file(str(source), name, **_OPTIONAL) for name in BESIDE}
     return {name: beside_text(Path(file)) for name, file in files.items() if file is not None}
 

@@ -39,6 +39,18 @@ def check_dtypes(found: Mapping[str, Stored], name: str) -> None:
             raise ValueError(f"{name} cannot be read: its weight {key} is of {each.dtype}, not {', '.join(FLOATS)}")
 
 
+def check_weight(weight: Tensor, key: str, name: str) -> None:
+    """Raises ValueError for a weight of a dtype that is not in `FLOATS`, or with values that are not finite.
+
+    Args:
+        weight: a tensor.
+        key: its name.
+        name: of the model, for the message.
+    """
+    check_dtypes({key: _stored(weight)}, name)
+    check_finite(weight, key, name)
+
+
 def check_finite(weight: Tensor, key: str, name: str) -> None:
     """Raises ValueError for a weight with values that are not finite in float32.
 
@@ -146,4 +158,8 @@ def _in_archive(file: Path) -> dict[str, Stored]:
     for name, each in content.items():
         if each.numel() * each.element_size() > each.untyped_storage().nbytes():
             raise ValueError(f"the weight {name} in {file} is larger than its memory")
-    return {name: Stored(tuple(each.shape), _NAMES.get(each.dtype, str(each.dtype))) for name, each in content.items()}
+    return {name: _stored(each) for name, each in content.items()}
+
+
+def _stored(weight: Tensor) -> Stored:
+    return Stored(tuple(weight.shape), _NAMES.get(weight.dtype, str(weight.dtype)))
