@@ -50,6 +50,9 @@ class PowerDeltaAttention(AttentionMixer):
         beta: None: learned, beta_max times sigmoid(W x + b), for every key/value head and token. A number: that number.
         beta_bias: the initial bias b of a learned beta.
         beta_max: the largest value of a learned beta, at most 2. Above 1 a token can write more than its error.
+        offset: c >= 0 of scores ((q . k + c) / (1 + c))**p of queries and keys of norm 1. The last channel of queries and
+            keys holds it, so the state keeps its size, and that channel must not be rotated. With p > 1 and c = 0 a
+            score has no gradient where query and key are orthogonal, as most are at the start of training.
         rotation: "fixed" or "none".
         chunk_size: as in `sympow.ops.power_delta_rule`.
         impl: as in `sympow.ops.power_delta_rule`.
@@ -68,6 +71,7 @@ class PowerDeltaAttention(AttentionMixer):
         beta: float | None = None,
         beta_bias: float = 0.0,
         beta_max: float = 1.0,
+        offset: float = 0.0,
         rotation: str = "fixed",
         chunk_size: int | None = None,
         impl: str = "auto",
@@ -82,11 +86,18 @@ class PowerDeltaAttention(AttentionMixer):
                 raise ValueError(f"{name} must be above 0 and at most 2, or the state can grow; got {number}")
         if not math.isfinite(beta_bias):
             raise ValueError(f"beta_bias must be finite; got {beta_bias}")
+        if not (math.isfinite(offset) and offset >= 0):
+            raise ValueError(f"offset must be finite and not negative; got {offset}")
+        if offset and (self.head_dim < 2 or (rotation != "none" and self.rotary_dim in (None, self.head_dim))):
+            raise ValueError(
+                "offset takes the last channel of queries and keys: it needs head_dim of at least 2, and a "
+                f"rotary_fraction below 1 or rotation='none'; got head_dim={self.head_dim}, {rotation=}"
+            )
         if beta is not None and (beta_bias, beta_max) != (0.0, 1.0):
             raise ValueError("beta_bias and beta_max are of a learned beta; leave beta None")
         self.p, self.chunk_size, self.impl = p, chunk_size, impl
         self.gate_bias = tuple(gate_bias)
-        self.beta, self.beta_bias, self.beta_max = beta, beta_bias, beta_max
+        self.beta, self.beta_bias, self.beta_max, self.offset = beta, beta_bias, beta_max, offset
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.strength = Float32Linear(d_model, self.n_kv_heads) if beta is None else None
         self.reset_parameters()
@@ -142,7 +153,18 @@ class PowerDeltaAttention(AttentionMixer):
         numbers = list(linears_float32(linears, x)) if linears else []
         log_g = None if self.gate is None else F.logsigmoid(numbers.pop(0))
         q, k, v = self.rotated_heads(x, position)
+        if self.offset:
+            q, k = self._with_offset(q), self._with_offset(k)
         if self.beta is None:
             return q, k, v, self.beta_max * torch.sigmoid(numbers.pop(0)), log_g
         dtype = torch.promote_types(x.dtype, torch.float32)
         return q, k, v, torch.full(k.shape[:3], self.beta, dtype=dtype, device=x.device), log_g
+
+    def _with_offset(self, x: Tensor) -> Tensor:
+        """Returns x [..., K] with sqrt(c) times the norm of its other channels in the last one.
+
+        The op gives it norm 1, so a product of two is (a . b + c) / (1 + c) for unit vectors a and b.
+        """
+        own = x[..., :-1]
+        norm = torch.linalg.vector_norm(own, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        return torch.cat([own, (math.sqrt(self.offset) * norm).to(x.dtype)], dim=-1)

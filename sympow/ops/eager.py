@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.availability import has_values, without_autocast
+from sympow.ops.availability import constant_result, has_values, kept, without_autocast
 from sympow.ops.context_parallel import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.feature_map import spow, spow_dim
@@ -344,7 +344,7 @@ class ChunkedSequence:
     def weights(self) -> Tensor:
         """Returns the weights of the rows of the state, [D]."""
         if self._weights is None:
-            self._weights = self.basis.weights.to(self.q.device, self.dtype)
+            self._weights = _weights(self.key_dim, self.options.p, self.q.device, self.dtype)
         return self._weights
 
     def chunk(self, span: slice) -> Chunk:
@@ -579,6 +579,18 @@ def _diagonal(chunk: Chunk) -> Block:
     pair = (log_decay[:, None] - log_decay[:, :, None]).add_(future)
     row_decay = rest.exp()[:, None]
     return Block(chunk, None, row_decay[:, None], row_decay.reciprocal(), decay_factors(pair)[:, :, None])
+
+
+@constant_result
+def _weights(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns the weights of the rows of the state on a device, where a CUDA graph can read them."""
+    return _kept_weights(key_dim, p, device, dtype)
+
+
+@kept(32)
+def _kept_weights(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in that mode could not be used with gradients later
+        return basis(key_dim, p).weights.to(device, dtype, copy=True)
 
 
 def whole_blocks(time: int) -> int:

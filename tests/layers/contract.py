@@ -27,9 +27,9 @@ OPTIONS: dict[str, list[dict]] = {
     "power_delta": [
         {},
         {"gate": False, "rotation": "none", "beta": 1.0},
-        {"n_kv_heads": 2, "beta_max": 1.9, "beta_bias": 1.0, "chunk_size": 5},
+        {"n_kv_heads": 2, "beta_max": 1.9, "beta_bias": 1.0, "offset": 0.09, "chunk_size": 5},
         {"p": 1, "qk_norm": True, "bias": False, "value_dim": 10},
-        {"p": 3, "head_dim": 4, "impl": "reference"},
+        {"p": 3, "head_dim": 4, "impl": "reference", "offset": 0.5, "rotation": "none"},
         {"p": 4, "head_dim": 4, "short_convolution": 0, "head_norm": False, "output_gate": False},
     ],
     "softmax": [

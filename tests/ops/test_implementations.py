@@ -239,3 +239,24 @@ def test_the_reference_computes_in_float64(how, dtype, gate):
         error = (got.double() - want).norm() / want.norm()
         # Rounded to nearest; eps is twice that. In float64 a few roundings are made.
         assert error <= (1e-13 if got.dtype == torch.float64 else torch.finfo(got.dtype).eps / 2), f"{error:.1e}"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_cuda_graph_of_the_eager_path():
+    """Heads of 561 channels, as a Taylor map has, are computed in plain torch, without copies from the host."""
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    inputs = [torch.randn(1, 96, 2, dim, device=DEVICE, generator=gen, requires_grad=True) for dim in (561, 561, 32)]
+
+    def step():
+        out = power_attention(*inputs, p=1, normalize=False).out
+        return (out, *torch.autograd.grad(out.square().sum(), inputs))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    torch.testing.assert_close(got, expected)
