@@ -50,9 +50,9 @@ class PowerDeltaAttention(AttentionMixer):
         beta: None: learned, beta_max times sigmoid(W x + b), for every key/value head and token. A number: that number.
         beta_bias: the initial bias b of a learned beta.
         beta_max: the largest value of a learned beta, at most 2. Above 1 a token can write more than its error.
-        offset: c >= 0 of scores ((q . k + c) / (1 + c))**p of queries and keys of norm 1. The last channel of queries and
-            keys holds it, so the state keeps its size, and that channel must not be rotated. With p > 1 and c = 0 a
-            score has no gradient where query and key are orthogonal, as most are at the start of training.
+        offset: c >= 0 of scores ((q . k + c) / (1 + c))**p of queries and keys of norm 1. Their last channel holds it,
+            so the state keeps its size, and that channel must not be rotated. With p > 1 and c = 0 a score has no
+            gradient where query and key are orthogonal, as most are at the start of training.
         rotation: "fixed" or "none".
         chunk_size: as in `sympow.ops.power_delta_rule`.
         impl: as in `sympow.ops.power_delta_rule`.
