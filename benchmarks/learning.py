@@ -62,7 +62,7 @@ SEARCH = (
     "power_delta+p=1", "power_delta+beta_max=1.9", "power_delta+rotary_fraction=1", "power_delta+beta=1",
     "power_delta+short_convolution=0", "softmax_gate+rotation=none", "power+rotation=none",
     "power_delta+p=3+head_dim=32+value_dim=64", "power_delta+beta=0.5", "power_delta+beta_bias=2",
-    "power_delta+beta_bias=-2",
+    "power_delta+beta_bias=-2", "power_delta+write_gate=true",
 )  # fmt: skip
 FIELD = ("window32", "softmax", "window+window=2112", "window+window=512", "hybrid_window+p=1")
 SLOW = ("gated_delta_net", "rwkv7")  # a run of 100 million tokens takes eight minutes alone

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -50,6 +50,8 @@ class PowerDeltaAttention(AttentionMixer):
         beta: None: learned, beta_max times sigmoid(W x + b), for every key/value head and token. A number: that number.
         beta_bias: the initial bias b of a learned beta.
         beta_max: the largest value of a learned beta, at most 2. Above 1 a token can write more than its error.
+        write_gate: multiplies the values by 2 sigmoid(W x), for every channel, so that a token writes other shares of
+            its channels than it erases.
         rotation: "fixed" or "none".
         chunk_size: as in `sympow.ops.power_delta_rule`.
         impl: as in `sympow.ops.power_delta_rule`.
@@ -68,6 +70,7 @@ class PowerDeltaAttention(AttentionMixer):
         beta: float | None = None,
         beta_bias: float = 0.0,
         beta_max: float = 1.0,
+        write_gate: bool = False,
         rotation: str = "fixed",
         chunk_size: int | None = None,
         impl: str = "auto",
@@ -89,6 +92,7 @@ class PowerDeltaAttention(AttentionMixer):
         self.beta, self.beta_bias, self.beta_max = beta, beta_bias, beta_max
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.strength = Float32Linear(d_model, self.n_kv_heads) if beta is None else None
+        self.writing = nn.Linear(d_model, self.n_kv_heads * self.value_dim, bias=False) if write_gate else None
         self.reset_parameters()
 
     @override
@@ -142,6 +146,8 @@ class PowerDeltaAttention(AttentionMixer):
         numbers = list(linears_float32(linears, x)) if linears else []
         log_g = None if self.gate is None else F.logsigmoid(numbers.pop(0))
         q, k, v = self.rotated_heads(x, position)
+        if self.writing is not None:
+            v = v * (2 * torch.sigmoid(self.writing(x))).view_as(v)
         if self.beta is None:
             return q, k, v, self.beta_max * torch.sigmoid(numbers.pop(0)), log_g
         dtype = torch.promote_types(x.dtype, torch.float32)
