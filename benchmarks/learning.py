@@ -62,7 +62,9 @@ SEARCH = (
     "power_delta+p=1", "power_delta+beta_max=1.9", "power_delta+rotary_fraction=1", "power_delta+beta=1",
     "power_delta+short_convolution=0", "softmax_gate+rotation=none", "power+rotation=none",
     "power_delta+p=3+head_dim=32+value_dim=64", "power_delta+beta=0.5", "power_delta+beta_bias=2",
-    "power_delta+beta_bias=-2", "power_delta+write_gate=true",
+    "power_delta+beta_bias=-2", "power_delta+write_gate=true", "power_delta+p=4+head_dim=16+value_dim=64",
+    "power_delta+p=3+head_dim=22+value_dim=64", "power_delta+p=4+head_dim=24+value_dim=64",
+    "power_delta+level=0.3", "power_delta+short_convolution=0+qkv_convolution=4", "power_delta+qkv_convolution=4",
 )  # fmt: skip
 FIELD = ("window32", "softmax", "window+window=2112", "window+window=512", "hybrid_window+p=1")
 SLOW = ("gated_delta_net", "rwkv7")  # a run of 100 million tokens takes eight minutes alone

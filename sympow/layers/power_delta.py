@@ -15,6 +15,7 @@ from typing_extensions import override
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
 from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
+from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
 from sympow.ops.cost import least_power_flops
@@ -71,6 +72,8 @@ class PowerDeltaAttention(AttentionMixer):
         beta_bias: float = 0.0,
         beta_max: float = 1.0,
         write_gate: bool = False,
+        level: float = 0.0,
+        qkv_convolution: int = 0,
         rotation: str = "fixed",
         chunk_size: int | None = None,
         impl: str = "auto",
@@ -93,7 +96,14 @@ class PowerDeltaAttention(AttentionMixer):
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.strength = Float32Linear(d_model, self.n_kv_heads) if beta is None else None
         self.writing = nn.Linear(d_model, self.n_kv_heads * self.value_dim, bias=False) if write_gate else None
+        self.level = level
+        self.late = DepthwiseConvolution(self.qkv.out_features, qkv_convolution, identity=True) if qkv_convolution else None
         self.reset_parameters()
+
+    @override
+    def projected(self, x: Tensor) -> Tensor:
+        x = self.qkv(x)
+        return x if self.late is None else F.silu(self.late(x, context_group=self.context_group))
 
     @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
@@ -102,6 +112,8 @@ class PowerDeltaAttention(AttentionMixer):
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
             if self.strength is not None and self.strength.bias is not None:
                 self.strength.bias.fill_(self.beta_bias)
+        if self.late is not None:
+            self.late.reset_parameters(generator)
 
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -148,6 +160,8 @@ class PowerDeltaAttention(AttentionMixer):
         q, k, v = self.rotated_heads(x, position)
         if self.writing is not None:
             v = v * (2 * torch.sigmoid(self.writing(x))).view_as(v)
+        if self.level:
+            q, k = (torch.cat([x[..., :-1], self.level * x[..., :-1].float().norm(dim=-1, keepdim=True).to(x.dtype)], -1) for x in (q, k))
         if self.beta is None:
             return q, k, v, self.beta_max * torch.sigmoid(numbers.pop(0)), log_g
         dtype = torch.promote_types(x.dtype, torch.float32)
