@@ -24,7 +24,13 @@ from sympow.ops.runtime.launcher import ceil_div, launcher_of, next_power_of_2, 
 from sympow.ops.runtime.launcher import launch as launch_kernel
 from sympow.ops.triton import adapt as power
 from sympow.ops.triton import launch, plan
-from sympow.ops.triton.delta_kernels import block_corrections, groups_pass, key_gradient_pass, solve_pass
+from sympow.ops.triton.delta_kernels import (
+    block_corrections,
+    group_corrections,
+    groups_pass,
+    key_gradient_pass,
+    solve_pass,
+)
 from sympow.ops.triton.gate import REACH_TILE, gate_sums
 from sympow.ops.triton.plan import Call, Gate, Launch, Shapes
 from sympow.ops.types import PowerState
@@ -34,7 +40,7 @@ BLOCK = 64  # tokens that are solved together
 _CHUNK = 1024  # tokens of a chunk of rows that need more than one
 _JOINED = 4  # the most groups of a chunk that one launch solves
 _ALONE = 4096  # the longest row that is one chunk, without states
-_CORRECTIONS = {"num_warps": 1}  # options of the launch of `block_corrections`
+_AHEAD = 8  # chunks whose corrections are computed together
 _OF_GROUPS = ("k", "source", "read", "sums", "faded", "target")  # tensors that `groups_pass` takes
 _ROWS = 64  # rows of a program that adds up the gradients of keys
 
@@ -123,8 +129,9 @@ def _through_chunks(
     streams = [None, side][: len(rows)]  # None: the current one
     launches = _launches(k, v)
     # Made on the current stream, so that its memory serves other calls afterwards.
-    blocks = batch, ceil_div(time, BLOCK), groups, BLOCK, BLOCK
-    corrections = torch.empty(blocks, device=k.device, dtype=torch.float32)
+    blocks = launches[1].block // BLOCK
+    shape = batch, _rooms(time, size, launches[1].block), groups, blocks * (blocks + 1) // 2, BLOCK, BLOCK
+    corrections = torch.empty(shape, device=k.device, dtype=torch.float32)
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(k.device))
     parts = []
@@ -162,6 +169,11 @@ def _chunk_size(k: Tensor, v: Tensor, options: DeltaOptions) -> int:
     size = ceil_div(size, BLOCK) * BLOCK
     # The output reads the states of these chunks.
     return Shapes(k, k, v, None, options.p, size, False).chunk if size < time else size
+
+
+def _rooms(time: int, size: int, span: int) -> int:
+    """Returns for how many groups of `span` tokens of each row there is room for corrections."""
+    return min(ceil_div(time, size), _AHEAD) * ceil_div(min(size, time), span)
 
 
 def _columns(v: Tensor) -> int:
@@ -253,7 +265,7 @@ class _Chunks:
     Args:
         k: [B, T, G, K]. beta: [B, T, G]. log_g: [B, T, G], or None.
         tensors: other arguments of `solve_pass` for all tokens.
-        corrections: receives what `block_corrections` computes, [B, blocks, G, BLOCK, BLOCK].
+        corrections: room for what `group_corrections` computes, [B, room, G, pairs, BLOCK, BLOCK].
         p: the power. size: tokens of a chunk.
         launches: of `plan.delta_launches`.
         later: computes the gradients, from the last chunk on.
@@ -263,8 +275,8 @@ class _Chunks:
         self, k: Tensor, beta: Tensor, log_g: Tensor | None, tensors: dict[str, Tensor], corrections: Tensor, p: int,
         size: int, launches: tuple[Launch, Launch], later: bool,
     ):  # fmt: skip
-        self.k, beta, self.p, self.size, self.later = power.padded(k).contiguous(), beta.contiguous(), p, size, later
-        self.given, values = k, tensors["source"]
+        self.k, self.beta, self.p, self.size, self.later = power.padded(k).contiguous(), beta.contiguous(), p, size, later
+        self.given, values, self.corrections = k, tensors["source"], corrections
         self.batch, self.time, self.groups, self.key_dim = self.k.shape
         self.value_dim, self.dtype = values.shape[3], tensors["update"].dtype
         self.columns = _columns(values)
@@ -285,22 +297,16 @@ class _Chunks:
         self.rows: Tensor | None = None  # the state before the next chunk, float32 [B, G, rows, V]
         gates = None if self.log_g is None or size >= self.time else self._gates(self.log_g)
         self.gates = () if gates is None else gates.unbind(0)
-        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision} | _CORRECTIONS
         # Three products of tf32 have nearly all digits of float32, and take less time than its own on Hopper.
-        exact = "tf32x3" if self._precision == "tf32" and plan.on_hopper(k.device) else "ieee"
-        corrections = corrections.flatten(0, 1)
-        grid = (len(corrections), self.groups)
-        numbers = {"T": self.time, "G": self.groups}
-        arguments: dict[str, Any] = numbers | constants | {"FULL": exact}
-        launch_kernel(block_corrections, grid, arguments, k=self.k, beta=beta, out=corrections)
+        self.exact = "tf32x3" if self._precision == "tf32" and plan.on_hopper(k.device) else "ieee"
+        self.corrected = range(0)  # the chunks whose corrections are there
         # What begins at a chunk is a view, because every number of an argument makes a launcher of its own.
-        of_tokens = {"k": self.k, "beta": beta} | {n: x for n, x in tensors.items() if n != "dbeta"}
+        of_tokens = {"k": self.k, "beta": self.beta} | {n: x for n, x in tensors.items() if n != "dbeta"}
         self.views: dict[str, Sequence[Tensor]] = {name: x.split(size, 1) for name, x in of_tokens.items()}
         if sums is not None:
             self.views["sums"] = sums.split(size, 2)
         if "dbeta" in tensors:
             self.views["dbeta"] = tensors["dbeta"].split(size, 2)
-        self.views["corrections"] = corrections.split(size // BLOCK)
 
     def begin(self, states: Tensor | None, state: Tensor | None) -> None:
         """Takes room for the states before chunks, [B, chunks or 1, G, rows, V], and a public incoming state."""
@@ -334,6 +340,7 @@ class _Chunks:
         launches, given = self.solutions[key]
         for name, views in self.views.items():
             given[name] = views[number]
+        given["corrections"] = self._corrections(number)
         of_groups = {name: given[name] for name in _OF_GROUPS} if len(launches) > 1 else {}
         for launcher, kernel in launches:
             launcher(**(given if kernel is solve_pass else of_groups))
@@ -370,9 +377,10 @@ class _Chunks:
         constants: dict[str, Any] = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p}
         constants |= {"SPAN": one.block, "GATED": "sums" in self.views, "LATER": self.later}
         constants |= {"PRECISION": self._precision, "ROWS": size.block, "STEP": size.step, "STAGES": size.stages}
+        own = {"room": self.corrections.shape[1], "FULL": self._joining}
         names = dict.fromkeys((*_OF_GROUPS, "beta", "corrections", "errors", "update", "recent", "dbeta"))
         given: dict[str, Tensor | None] = names | {name: views[0] for name, views in self.views.items()}
-        given |= {"read": read, "target": self.target, "recent": recent}
+        given |= {"read": read, "target": self.target, "recent": recent, "corrections": self.corrections}
         given["faded"] = self.faded if len(groups) > 1 else None
         grid = (self.batch, self.groups)
         solving = {"BLOCK": BLOCK, "WIDTH": min(one.step, self.columns), "JOINED": joined} | one.options
@@ -386,9 +394,38 @@ class _Chunks:
                 arguments = own_numbers | size.options | self.limit
                 of_groups = {name: given[name] for name in _OF_GROUPS}
                 launches.append((launcher_of(groups_pass, programs, arguments, of_groups), groups_pass))
-            arguments = own_numbers | {"groups": len(groups), "ALONE": alone} | solving
+            arguments = own_numbers | own | {"groups": len(groups), "ALONE": alone} | solving
             launches.append((launcher_of(solve_pass, (*grid, self.parts), arguments, given), solve_pass))
         return launches, given
+
+    def _corrections(self, number: int) -> Tensor:
+        """Returns the corrections of a chunk. Those of other chunks that are next are computed with them, because one
+        chunk has few programs."""
+        chunks = min(ceil_div(self.time, self.size), _AHEAD)
+        groups = self.corrections.shape[1] // chunks  # of a chunk
+        if number not in self.corrected:
+            first = max(0, number - chunks + 1) if self.later else number
+            self.corrected = range(first, min(first + chunks, ceil_div(self.time, self.size)))
+            begin = first * self.size
+            count = ceil_div(min(self.time - begin, chunks * self.size), BLOCK)
+            size = ceil_div(min(self.size, self.time), BLOCK)
+            numbers = {"T": self.time, "begin": begin, "size": size, "room": self.corrections.shape[1]}
+            blocks = self.solve_launch.block // BLOCK
+            constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "BLOCKS": blocks, "PRECISION": self._precision}
+            tensors = {"k": self.k, "beta": self.beta, "out": self.corrections}
+            arguments: dict[str, Any] = numbers | {"G": self.groups} | constants
+            own = arguments | {"count": count, "FULL": self.exact, "num_warps": 1}
+            launch_kernel(block_corrections, (self.batch * count, self.groups), own, **tensors)
+            if blocks > 1:
+                rooms = len(self.corrected) * groups
+                own = arguments | {"groups": rooms, "FULL": self._joining, "num_warps": 4}
+                launch_kernel(group_corrections, (self.batch * rooms, self.groups), own, **tensors)
+        return self.corrections[:, (number - self.corrected[0]) * groups :]
+
+    @property
+    def _joining(self) -> str:
+        """Returns the precision of products with corrections."""
+        return "bf16x3" if self.dtype != torch.float32 else self.exact
 
     def _reader(self, count: int) -> tuple[launch.Prepared, Tensor]:
         """Returns the launch that computes phi(k) times the state, and its result, float32 [B, C, G, V]."""

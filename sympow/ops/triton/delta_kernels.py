@@ -31,6 +31,27 @@ def _product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _parts(x):
+    """Returns a float32 x as the sum of two bfloat16 numbers, with 16 of its digits."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _add_product(acc, a, b, FULL: tl.constexpr):
+    """Returns acc + a b for float32 matrices: with FULL "bf16x3" by three products of `_parts`, whose errors are below
+    2**-16 of their terms."""
+    if FULL == "bf16x3":
+        a_high, a_low = _parts(a)
+        b_high, b_low = _parts(b)
+        acc = tl.dot(a_low, b_high, acc)
+        acc = tl.dot(a_high, b_low, acc)
+        return tl.dot(a_high, b_high, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=FULL)
+
+
+@triton.jit
 def _system(x, y, P: tl.constexpr, PRECISION: tl.constexpr):
     """Returns (x_i . y_j)**P."""
     return power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
@@ -57,22 +78,32 @@ def _joined(rest, own, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _pair(own, other):
+    """Returns the place of block `own` of tokens and the block `other`, which is not later, among those of a group."""
+    return own * (own + 1) // 2 + other
+
+
+@triton.jit
 def block_corrections(
-    k, beta, out, T, G,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
+    k, beta, out, T, begin, count, size, room, G,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [blocks, G, BLOCK, BLOCK], float32: N of (I + M B) N = M for every block of tokens, without gates.
+    """Computes N of (I + M B) N = M for `count` blocks of tokens of each row, from token `begin` on, without gates.
 
     M = tril((k_i . k_j)**P, -1) and B = diag(beta). So (I + M B)^-1 = I - N B and (I + B M)^-1 = I - B N, of which the
-    forward and the backward need one each. k is [B, T, G, K] and beta [B, T, G]. Grid: blocks over all rows, G.
+    forward and the backward need one each. k is [B, T, G, K] and beta [B, T, G]. out is float32 [B, room, G, pairs,
+    BLOCK, BLOCK] for groups of BLOCKS blocks, which begin anew with every chunk of `size` blocks. A block is the pair
+    of itself (`_pair`). Grid: blocks of all rows, G.
 
     The block has four parts, whose products have the precision FULL; N_ba for parts b > a solves (I + M_bb B_b) N_ba =
     M_ba - sum_{a<=c<b} M_bc B_c N_ca.
     """
-    count = tl.cdiv(T, BLOCK)
     g = tl.program_id(1)
-    first = (tl.program_id(0) % count) * BLOCK
-    start = tl.cast(tl.program_id(0) // count, tl.int64) * T
+    block = tl.program_id(0) % count
+    row = tl.program_id(0) // count
+    first = begin + block * BLOCK
+    start = tl.cast(row, tl.int64) * T
     N: tl.constexpr = BLOCK // 4
     x0, b0 = _rows_of(k, beta, start, first, T, G, g, K, N)
     x1, b1 = _rows_of(k, beta, start, first + N, T, G, g, K, N)
@@ -102,7 +133,11 @@ def block_corrections(
     rest -= _product(m31, b1[:, None] * n10, FULL) + _product(m32, b2[:, None] * n20, FULL)
     n30 = _joined(rest, n33, b3, FULL)
     t = tl.arange(0, N)
-    base = out + (tl.cast(tl.program_id(0), tl.int64) * G + g) * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
+    PAIRS: tl.constexpr = BLOCKS * (BLOCKS + 1) // 2
+    own = block % size % BLOCKS
+    group = block // size * tl.cdiv(size, BLOCKS) + block % size // BLOCKS
+    at = ((tl.cast(row, tl.int64) * room + group) * G + g) * PAIRS + _pair(own, own)
+    base = out + at * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
     zero = n00 * 0.0
     tl.store(base, n00)
     tl.store(base + N, zero)
@@ -120,6 +155,50 @@ def block_corrections(
     tl.store(base + 3 * N * BLOCK + N, n31)
     tl.store(base + 3 * N * BLOCK + 2 * N, n32)
     tl.store(base + 3 * N * BLOCK + 3 * N, n33)
+
+
+@triton.jit
+def group_corrections(
+    k, beta, out, T, begin, groups, size, room, G,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs of different blocks to `out`, in which `block_corrections` has written those of each block: N of
+    (I + M B) N = M for whole groups of BLOCKS blocks, `groups` of each row, by the same formula. Grid: groups of all
+    rows, G.
+
+    Blocks behind the end of a chunk have keys of zeros, so their N are zeros.
+    """
+    g = tl.program_id(1)
+    group = tl.program_id(0) % groups
+    row = tl.program_id(0) // groups
+    chunk = group // tl.cdiv(size, BLOCKS)
+    first = begin + (chunk * size + group % tl.cdiv(size, BLOCKS) * BLOCKS) * BLOCK
+    end = tl.minimum(begin + (chunk + 1) * size * BLOCK, T)
+    start = tl.cast(row, tl.int64) * T
+    PAIRS: tl.constexpr = BLOCKS * (BLOCKS + 1) // 2
+    t = tl.arange(0, BLOCK)
+    place = t[:, None] * BLOCK + t[None, :]
+    base = out + ((tl.cast(row, tl.int64) * room + group) * G + g) * (PAIRS * BLOCK * BLOCK) + place
+    for a in tl.static_range(BLOCKS - 1):
+        columns = ()  # N_ca for c from a on, each times beta of its rows
+        xs = ()
+        x, scale = _rows_of(k, beta, start, first + a * BLOCK, end, G, g, K, BLOCK)
+        there = first + a * BLOCK + t < end
+        n = tl.load(base + _pair(a, a) * (BLOCK * BLOCK), mask=there[:, None], other=0.0)
+        columns += (n * scale[:, None],)
+        xs += (x,)
+        for b in tl.static_range(a + 1, BLOCKS):
+            x, scale = _rows_of(k, beta, start, first + b * BLOCK, end, G, g, K, BLOCK)
+            there = first + b * BLOCK + t < end
+            rest = _system(x, xs[0], P, PRECISION)
+            for c in tl.static_range(b - a):
+                rest = _add_product(rest, -_system(x, xs[c], P, PRECISION), columns[c], FULL)
+            own = tl.load(base + _pair(b, b) * (BLOCK * BLOCK), mask=there[:, None], other=0.0)
+            n = _add_product(rest, -own, rest * scale[:, None], FULL)
+            tl.store(base + _pair(b, a) * (BLOCK * BLOCK), n)
+            columns += (n * scale[:, None],)
+            xs += (x,)
 
 
 @triton.jit
@@ -279,105 +358,104 @@ def groups_pass(
 
 @triton.jit
 def _block(
-    k, beta, source, read, target, high, low, own, T, count, group, b, g, G, c,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    beta, source, read, target, high, low, own, T, count, group, b, g, G, c,
+    V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Returns keys, beta and what the solution starts from of the block whose first token is `own` of the group."""
+    """Returns beta and what the solution starts from of the block whose first token is `own` of the group."""
     t = tl.arange(0, BLOCK)
     n = group + own
-    valid = n + t < count
     row = (b * T + n) * G + g
-    keys = k + row * K + (t[:, None] * (G * K) + tl.arange(0, K)[None, :])
-    x = tl.load(keys, mask=valid[:, None], other=0.0)
-    scale = tl.load(beta + row + t * G, mask=valid, other=0.0)
+    scale = tl.load(beta + row + t * G, mask=n + t < count, other=0.0)
     if ALONE:
         local = (b * count + n) * G + g
         acc = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER)
     else:
         acc = tl.load(target + ((b * G + g) * SPAN + own) * COLUMNS + (t[:, None] * COLUMNS + c))
-    return x, scale, acc
+    return scale, acc
 
 
 @triton.jit
 def _solve_group(
-    k, beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count, group, b, g,
-    G, c,
-    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
+    beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count, room, group, b,
+    g, G, c,
+    V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Solves one group for channels c, see `solve_pass`. ALONE: the group starts from what `_source` returns; otherwise
     from target, see `groups_pass`."""
     t = tl.arange(0, BLOCK)
     BLOCKS: tl.constexpr = SPAN // BLOCK
+    PAIRS: tl.constexpr = BLOCKS * (BLOCKS + 1) // 2
     last = tl.minimum(group + SPAN, count) - 1
-    keys = ()
-    updates = ()
-    lefts = ()  # the token of each solved block that is next to the blocks that are not solved
-    following = _block(
-        k, beta, source, read, target, high, low, SPAN - BLOCK if LATER else 0, T, count, group, b, g, G, c,
-        K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
-    )  # fmt: skip
+    starts = ()  # what each block starts from
+    scales = ()
+    reads = ()  # what other blocks read of each block: its start times beta, decayed to its end on their side
+    fronts = ()
+    backs = ()
     for m in tl.static_range(BLOCKS):
-        x, scale, acc = following
-        if m + 1 < BLOCKS:  # starts now, because loads take about as long as the solution of a block
-            following = _block(
-                k, beta, source, read, target, high, low, SPAN - (m + 2) * BLOCK if LATER else (m + 1) * BLOCK, T,
-                count, group, b, g, G, c, K, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
-            )  # fmt: skip
-        n = group + (SPAN - (m + 1) * BLOCK if LATER else m * BLOCK)
+        scale, acc = _block(
+            beta, source, read, target, high, low, m * BLOCK, T, count, group, b, g, G, c,
+            V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
+        )  # fmt: skip
+        starts += (acc,)
+        scales += (scale,)
+        seen = acc * scale[:, None]
+        if GATED:
+            # Everything decays from j to i in three parts, as in `groups_pass`, here from block to block.
+            n = group + m * BLOCK
+            front = tl.minimum(n, count - 1)
+            back = tl.minimum(front + BLOCK, count) - 1
+            fronts += (front,)
+            backs += (back,)
+            high_n = tl.load(high + n + t, mask=n + t < count, other=0.0)
+            low_n = tl.load(low + n + t, mask=n + t < count, other=0.0)
+            if LATER:
+                seen *= _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)[:, None]
+            else:
+                seen *= _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))[:, None]
+        reads += (seen,)
+    here = t[:, None] * BLOCK + t[None, :]
+    pairs = corrections + ((b * room + group // SPAN) * G + g) * (PAIRS * BLOCK * BLOCK)
+    for m in tl.static_range(BLOCKS):
+        n = group + m * BLOCK
         valid = n + t < count
         row = (b * T + n) * G + g
         mask = valid[:, None] & (c < V)
         place = t[:, None] * (G * V) + c
-        at = ((b * tl.cdiv(T, BLOCK) + n // BLOCK) * G + g) * (BLOCK * BLOCK)
-        r = tl.load(corrections + at + (t[:, None] * BLOCK + t[None, :]), mask=valid[:, None], other=0.0)
+        scale = scales[m]
+        found = tl.zeros([BLOCK, c.shape[1]], tl.float32)
+        if LATER:
+            for j in tl.static_range(m + 1, BLOCKS):
+                r = tl.load(pairs + _pair(j, m) * (BLOCK * BLOCK) + here, mask=(group + j * BLOCK + t < count)[:, None],
+                            other=0.0)  # fmt: skip
+                between = -1.0
+                if GATED:
+                    between = -tl.exp2(_log_decay(high, low, backs[m], fronts[j]))
+                found = _add_product(found, tl.trans(r) * between, reads[j], FULL)
+        else:
+            for j in tl.static_range(m):
+                r = tl.load(pairs + _pair(m, j) * (BLOCK * BLOCK) + here, mask=valid[:, None], other=0.0)
+                between = -1.0
+                if GATED:
+                    between = -tl.exp2(_log_decay(high, low, backs[j], fronts[m]))
+                found = _add_product(found, r * between, reads[j], FULL)
+        r = tl.load(pairs + _pair(m, m) * (BLOCK * BLOCK) + here, mask=valid[:, None], other=0.0)
         if LATER:
             r = tl.trans(r)
-            error = tl.load(errors + row * V + place, mask=mask, other=0.0)
         if GATED:
-            # Everything decays from j to i in three parts, as in `groups_pass`, here from block to block.
-            front = tl.minimum(n, count - 1)
-            back = tl.minimum(front + BLOCK, count) - 1
             high_n = tl.load(high + n + t, mask=valid, other=0.0)
             low_n = tl.load(low + n + t, mask=valid, other=0.0)
-            to_front = _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)
-            to_back = _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))
-        found = tl.zeros([BLOCK, c.shape[1]], tl.float32)
-        for j in tl.static_range(m):
-            w = power_of(tl.dot(x, tl.trans(keys[j]), input_precision=PRECISION), P)
-            if GATED:
-                if LATER:
-                    w *= tl.exp2(_log_decay(high, low, back, lefts[j]))
-                else:
-                    w *= tl.exp2(_log_decay(high, low, lefts[j], front))
-            found = tl.dot(w.to(updates[j].dtype), updates[j], found, input_precision=PRECISION)
-        if GATED:
             if LATER:
-                acc -= found * to_back[:, None]
+                found *= _decay(high_n, low_n, tl.load(high + backs[m]), tl.load(low + backs[m]))[:, None]
                 r *= _decay(high_n[:, None], low_n[:, None], high_n[None, :], low_n[None, :])
             else:
-                acc -= found * to_front[:, None]
+                found *= _decay(tl.load(high + fronts[m]), tl.load(low + fronts[m]), high_n, low_n)[:, None]
                 r *= _decay(high_n[None, :], low_n[None, :], high_n[:, None], low_n[:, None])
-        else:
-            acc -= found
-        # The sign brings r into registers, as decays do, and the product is no number that was loaded. So both are kept
-        # in shared memory at the same place one after the other, and neither where keys or updates are kept, see
-        # `compile_kernels.py` in the tests.
-        acc = tl.dot(-r, acc * scale[:, None], acc, input_precision="ieee" if PRECISION == "ieee" else "tf32")
+        acc = _add_product(starts[m] + found, -r, starts[m] * scale[:, None], FULL)
         u = acc * scale[:, None]
-        if m + 1 < BLOCKS:
-            keys += (x,)
-            kept = u
-            if GATED:
-                if LATER:
-                    kept *= to_front[:, None]
-                    lefts += (front,)
-                else:
-                    kept *= to_back[:, None]
-                    lefts += (back,)
-            updates += (kept.to(update.dtype.element_ty),)
         if LATER:
+            error = tl.load(errors + row * V + place, mask=mask, other=0.0)
             at = ((b * tl.num_programs(2) + tl.program_id(2)) * T + n) * G + g
             tl.store(dbeta + at + t * G, tl.sum(acc * error.to(tl.float32), 1), mask=valid)
         else:
@@ -398,10 +476,11 @@ def _solve_group(
 
 @triton.jit
 def solve_pass(
-    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, group, groups, G,
+    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, room, group,
+    groups, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    LATER: tl.constexpr, ALONE: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    LATER: tl.constexpr, ALONE: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Computes errors and update = beta errors, [B, T, G, V], for groups of SPAN tokens, the first of which begins at
     `group`: one group, or if JOINED all `groups` of the chunk one after another, the last one first if LATER.
@@ -412,7 +491,8 @@ def solve_pass(
     they are not None, `recent` [B, count, G, V] gets a copy of update, and faded what `groups_pass` reads of it.
     Tensors begin with the chunk, as in that pass. Grid: rows, G, parts of WIDTH channels.
 
-    Blocks of a group are solved one after another, the last one first if LATER.
+    corrections has N for whole groups, see `group_corrections`, `room` groups for each row. So the blocks of a group do
+    not wait for one another: errors are s - (N * D) (beta s), where s is what the group starts from and D has decays.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
     g = tl.cast(tl.program_id(1), tl.int64)
@@ -435,14 +515,14 @@ def solve_pass(
                 )  # fmt: skip
             tl.debug_barrier()  # other threads have written what is read now
             _solve_group(
-                k, beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
-                here, b, g, G, c, K, V, COLUMNS, P, BLOCK, SPAN, GATED, LATER, False, PRECISION,
+                beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
+                room, here, b, g, G, c, V, COLUMNS, BLOCK, SPAN, GATED, LATER, False, FULL,
             )  # fmt: skip
             tl.debug_barrier()
     else:
         _solve_group(
-            k, beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
-            group, b, g, G, c, K, V, COLUMNS, P, BLOCK, SPAN, GATED, LATER, ALONE, PRECISION,
+            beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
+            room, group, b, g, G, c, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE, FULL,
         )  # fmt: skip
 
 
