@@ -289,6 +289,8 @@ class _Chunks:
         # What one group starts from, and what groups read of others.
         span, longest = self.solve_launch.block, min(size, self.time)
         self.target = self._new(span, dtype=torch.float32)
+        kept = (1, torch.float32) if self.dtype == torch.float32 else (2, torch.bfloat16)
+        self.seen = torch.empty(kept[0], *self.target.shape, device=k.device, dtype=kept[1])
         self.faded = self._new(ceil_div(longest, span) * span)
         self.made: dict[Any, Any] = {}
         self.solutions: dict[tuple, tuple[list, dict]] = {}
@@ -378,9 +380,10 @@ class _Chunks:
         constants |= {"SPAN": one.block, "GATED": "sums" in self.views, "LATER": self.later}
         constants |= {"PRECISION": self._precision, "ROWS": size.block, "STEP": size.step, "STAGES": size.stages}
         own = {"room": self.corrections.shape[1], "FULL": self._joining}
-        names = dict.fromkeys((*_OF_GROUPS, "beta", "corrections", "errors", "update", "recent", "dbeta"))
+        names = dict.fromkeys((*_OF_GROUPS, "seen", "beta", "corrections", "errors", "update", "recent", "dbeta"))
         given: dict[str, Tensor | None] = names | {name: views[0] for name, views in self.views.items()}
         given |= {"read": read, "target": self.target, "recent": recent, "corrections": self.corrections}
+        given["seen"] = self.seen
         given["faded"] = self.faded if len(groups) > 1 else None
         grid = (self.batch, self.groups)
         solving = {"BLOCK": BLOCK, "WIDTH": min(one.step, self.columns), "JOINED": joined} | one.options

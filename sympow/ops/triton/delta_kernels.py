@@ -42,13 +42,22 @@ def _add_product(acc, a, b, FULL: tl.constexpr):
     """Returns acc + a b for float32 matrices: with FULL "bf16x3" by three products of `_parts`, whose errors are below
     2**-16 of their terms."""
     if FULL == "bf16x3":
-        a_high, a_low = _parts(a)
         b_high, b_low = _parts(b)
+        return _add_product_of_parts(acc, a, b_high, b_low, FULL)
+    else:
+        return tl.dot(a, b, acc, input_precision=FULL)
+
+
+@triton.jit
+def _add_product_of_parts(acc, a, b_high, b_low, FULL: tl.constexpr):
+    """Returns acc + a b, where b is the sum of its `_parts` with FULL "bf16x3", and otherwise b_high."""
+    if FULL == "bf16x3":
+        a_high, a_low = _parts(a)
         acc = tl.dot(a_low, b_high, acc)
         acc = tl.dot(a_high, b_low, acc)
         return tl.dot(a_high, b_high, acc)
     else:
-        return tl.dot(a, b, acc, input_precision=FULL)
+        return tl.dot(a, b_high, acc, input_precision=FULL)
 
 
 @triton.jit
@@ -357,64 +366,64 @@ def groups_pass(
 
 
 @triton.jit
-def _block(
-    beta, source, read, target, high, low, own, T, count, group, b, g, G, c,
-    V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
-):  # fmt: skip
-    """Returns beta and what the solution starts from of the block whose first token is `own` of the group."""
-    t = tl.arange(0, BLOCK)
-    n = group + own
-    row = (b * T + n) * G + g
-    scale = tl.load(beta + row + t * G, mask=n + t < count, other=0.0)
-    if ALONE:
-        local = (b * count + n) * G + g
-        acc = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER)
+def _keep_parts(seen, x, at, plane, FULL: tl.constexpr):
+    """Writes the `_parts` of x to two planes of `seen`, or x if products need no parts."""
+    if FULL == "bf16x3":
+        x_high, x_low = _parts(x)
+        tl.store(seen + at, x_high)
+        tl.store(seen + plane + at, x_low)
     else:
-        acc = tl.load(target + ((b * G + g) * SPAN + own) * COLUMNS + (t[:, None] * COLUMNS + c))
-    return scale, acc
+        tl.store(seen + at, x)
+
+
+@triton.jit
+def _kept_parts(seen, at, plane, FULL: tl.constexpr):
+    """Returns what `_keep_parts` has written."""
+    if FULL == "bf16x3":
+        return tl.load(seen + at), tl.load(seen + plane + at)
+    else:
+        x = tl.load(seen + at)
+        return x, x
 
 
 @triton.jit
 def _solve_group(
-    beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count, room, group, b,
-    g, G, c,
+    beta, source, read, target, seen, high, low, corrections, errors, update, recent, faded, dbeta, T, count, room,
+    group, b, g, G, c, plane,
     V: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     GATED: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Solves one group for channels c, see `solve_pass`. ALONE: the group starts from what `_source` returns; otherwise
-    from target, see `groups_pass`."""
+    from target, see `groups_pass`. `seen` has planes of `plane` numbers."""
     t = tl.arange(0, BLOCK)
     BLOCKS: tl.constexpr = SPAN // BLOCK
     PAIRS: tl.constexpr = BLOCKS * (BLOCKS + 1) // 2
     last = tl.minimum(group + SPAN, count) - 1
-    starts = ()  # what each block starts from
-    scales = ()
-    reads = ()  # what other blocks read of each block: its start times beta, decayed to its end on their side
-    fronts = ()
-    backs = ()
+    own = (b * G + g) * (SPAN * COLUMNS) + (t[:, None] * COLUMNS + c)
+    # What other blocks read of a block is its start times beta, decayed to its end on their side.
     for m in tl.static_range(BLOCKS):
-        scale, acc = _block(
-            beta, source, read, target, high, low, m * BLOCK, T, count, group, b, g, G, c,
-            V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE,
-        )  # fmt: skip
-        starts += (acc,)
-        scales += (scale,)
-        seen = acc * scale[:, None]
+        n = group + m * BLOCK
+        valid = n + t < count
+        row = (b * T + n) * G + g
+        at = own + m * (BLOCK * COLUMNS)
+        if ALONE:
+            local = (b * count + n) * G + g
+            x = _source(source, read, high, low, n, t, row, local, count, G, c, V, GATED, LATER)
+            tl.store(target + at, x)
+        else:
+            x = tl.load(target + at)
+        x *= tl.load(beta + row + t * G, mask=valid, other=0.0)[:, None]
         if GATED:
-            # Everything decays from j to i in three parts, as in `groups_pass`, here from block to block.
-            n = group + m * BLOCK
             front = tl.minimum(n, count - 1)
             back = tl.minimum(front + BLOCK, count) - 1
-            fronts += (front,)
-            backs += (back,)
-            high_n = tl.load(high + n + t, mask=n + t < count, other=0.0)
-            low_n = tl.load(low + n + t, mask=n + t < count, other=0.0)
+            high_n = tl.load(high + n + t, mask=valid, other=0.0)
+            low_n = tl.load(low + n + t, mask=valid, other=0.0)
             if LATER:
-                seen *= _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)[:, None]
+                x *= _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)[:, None]
             else:
-                seen *= _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))[:, None]
-        reads += (seen,)
+                x *= _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))[:, None]
+        _keep_parts(seen, x, at, plane, FULL)
+    tl.debug_barrier()  # other threads have written what is read now
     here = t[:, None] * BLOCK + t[None, :]
     pairs = corrections + ((b * room + group // SPAN) * G + g) * (PAIRS * BLOCK * BLOCK)
     for m in tl.static_range(BLOCKS):
@@ -423,23 +432,27 @@ def _solve_group(
         row = (b * T + n) * G + g
         mask = valid[:, None] & (c < V)
         place = t[:, None] * (G * V) + c
-        scale = scales[m]
-        found = tl.zeros([BLOCK, c.shape[1]], tl.float32)
-        if LATER:
-            for j in tl.static_range(m + 1, BLOCKS):
-                r = tl.load(pairs + _pair(j, m) * (BLOCK * BLOCK) + here, mask=(group + j * BLOCK + t < count)[:, None],
-                            other=0.0)  # fmt: skip
-                between = -1.0
-                if GATED:
-                    between = -tl.exp2(_log_decay(high, low, backs[m], fronts[j]))
-                found = _add_product(found, tl.trans(r) * between, reads[j], FULL)
-        else:
-            for j in tl.static_range(m):
-                r = tl.load(pairs + _pair(m, j) * (BLOCK * BLOCK) + here, mask=valid[:, None], other=0.0)
-                between = -1.0
-                if GATED:
-                    between = -tl.exp2(_log_decay(high, low, backs[j], fronts[m]))
-                found = _add_product(found, r * between, reads[j], FULL)
+        # Everything decays from j to i in three parts, as in `groups_pass`, here from block to block.
+        front = tl.minimum(n, count - 1)
+        back = tl.minimum(front + BLOCK, count) - 1
+        acc = tl.zeros([BLOCK, c.shape[1]], tl.float32)
+        for i in tl.static_range(BLOCKS - 1 - m if LATER else m):
+            j = m + 1 + i if LATER else i
+            pair = _pair(j, m) if LATER else _pair(m, j)
+            first = group + (m + 1 + i if LATER else m) * BLOCK
+            r = tl.load(pairs + pair * (BLOCK * BLOCK) + here, mask=(first + t < count)[:, None], other=0.0)
+            if LATER:
+                r = tl.trans(r)
+            between = -1.0
+            if GATED:
+                other = tl.minimum(group + j * BLOCK, count - 1)
+                if LATER:
+                    between = -tl.exp2(_log_decay(high, low, back, other))
+                else:
+                    other = tl.minimum(other + BLOCK, count) - 1
+                    between = -tl.exp2(_log_decay(high, low, other, front))
+            x_high, x_low = _kept_parts(seen, own + j * (BLOCK * COLUMNS), plane, FULL)
+            acc = _add_product_of_parts(acc, r * between, x_high, x_low, FULL)
         r = tl.load(pairs + _pair(m, m) * (BLOCK * BLOCK) + here, mask=valid[:, None], other=0.0)
         if LATER:
             r = tl.trans(r)
@@ -447,12 +460,14 @@ def _solve_group(
             high_n = tl.load(high + n + t, mask=valid, other=0.0)
             low_n = tl.load(low + n + t, mask=valid, other=0.0)
             if LATER:
-                found *= _decay(high_n, low_n, tl.load(high + backs[m]), tl.load(low + backs[m]))[:, None]
+                acc *= _decay(high_n, low_n, tl.load(high + back), tl.load(low + back))[:, None]
                 r *= _decay(high_n[:, None], low_n[:, None], high_n[None, :], low_n[None, :])
             else:
-                found *= _decay(tl.load(high + fronts[m]), tl.load(low + fronts[m]), high_n, low_n)[:, None]
+                acc *= _decay(tl.load(high + front), tl.load(low + front), high_n, low_n)[:, None]
                 r *= _decay(high_n[None, :], low_n[None, :], high_n[:, None], low_n[:, None])
-        acc = _add_product(starts[m] + found, -r, starts[m] * scale[:, None], FULL)
+        scale = tl.load(beta + row + t * G, mask=valid, other=0.0)
+        x = tl.load(target + own + m * (BLOCK * COLUMNS))
+        acc = _add_product(acc + x, -r, x * scale[:, None], FULL)
         u = acc * scale[:, None]
         if LATER:
             error = tl.load(errors + row * V + place, mask=mask, other=0.0)
@@ -476,8 +491,8 @@ def _solve_group(
 
 @triton.jit
 def solve_pass(
-    k, beta, source, read, target, sums, corrections, errors, update, recent, faded, dbeta, T, count, room, group,
-    groups, G,
+    k, beta, source, read, target, seen, sums, corrections, errors, update, recent, faded, dbeta, T, count, room,
+    group, groups, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     LATER: tl.constexpr, ALONE: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
@@ -503,6 +518,7 @@ def solve_pass(
         high += g * batch * T + b * T
         low = high + G * batch * T
     c = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    plane = tl.cast(tl.num_programs(0), tl.int64) * G * (SPAN * COLUMNS)
     if JOINED:
         for i in tl.range(groups, disable_licm=True):
             here = group + i * SPAN
@@ -515,14 +531,14 @@ def solve_pass(
                 )  # fmt: skip
             tl.debug_barrier()  # other threads have written what is read now
             _solve_group(
-                beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
-                room, here, b, g, G, c, V, COLUMNS, BLOCK, SPAN, GATED, LATER, False, FULL,
+                beta, source, read, target, seen, high, low, corrections, errors, update, recent, faded, dbeta, T,
+                count, room, here, b, g, G, c, plane, V, COLUMNS, BLOCK, SPAN, GATED, LATER, False, FULL,
             )  # fmt: skip
             tl.debug_barrier()
     else:
         _solve_group(
-            beta, source, read, target, high, low, corrections, errors, update, recent, faded, dbeta, T, count,
-            room, group, b, g, G, c, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE, FULL,
+            beta, source, read, target, seen, high, low, corrections, errors, update, recent, faded, dbeta, T,
+            count, room, group, b, g, G, c, plane, V, COLUMNS, BLOCK, SPAN, GATED, LATER, ALONE, FULL,
         )  # fmt: skip
 
 
