@@ -398,6 +398,8 @@ class _Chunks:
                 of_groups = {name: given[name] for name in _OF_GROUPS}
                 launches.append((launcher_of(groups_pass, programs, arguments, of_groups), groups_pass))
             arguments = own_numbers | own | {"groups": len(groups), "ALONE": alone} | solving
+            if joined:  # more rows together would need more registers than there are
+                arguments["ROWS"] = min(BLOCK, size.block)
             launches.append((launcher_of(solve_pass, (*grid, self.parts), arguments, given), solve_pass))
         return launches, given
 
