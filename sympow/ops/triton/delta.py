@@ -38,7 +38,7 @@ from sympow.ops.types import PowerState
 T = TypeVar("T")
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 1024  # tokens of a chunk of rows that need more than one
-_JOINED = 4  # the most groups of a chunk that one launch solves
+_JOINED, _JOINED_DIM = 4, 64  # the most groups of a chunk that one launch solves, and the widest K
 _ALONE = 4096  # the longest row that is one chunk, without states
 _AHEAD = 8  # chunks whose corrections are computed together
 _OF_GROUPS = ("k", "source", "read", "sums", "faded", "target")  # tensors that `groups_pass` takes
@@ -374,7 +374,7 @@ class _Chunks:
         """Returns the launches of `solve` with their kernels, and their tensors, but those of `views`."""
         size, one = self.group_launch, self.solve_launch
         groups = range(0, count, one.block)
-        joined = 1 < len(groups) <= _JOINED and self.key_dim <= 64  # a wider K has no registers for it
+        joined = 1 < len(groups) <= _JOINED and self.key_dim <= _JOINED_DIM
         numbers = {"T": self.time, "count": count, "G": self.groups}
         constants: dict[str, Any] = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": self.columns, "P": self.p}
         constants |= {"SPAN": one.block, "GATED": "sums" in self.views, "LATER": self.later}
