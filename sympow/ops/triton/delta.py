@@ -275,7 +275,8 @@ class _Chunks:
         self, k: Tensor, beta: Tensor, log_g: Tensor | None, tensors: dict[str, Tensor], corrections: Tensor, p: int,
         size: int, launches: tuple[Launch, Launch], later: bool,
     ):  # fmt: skip
-        self.k, self.beta, self.p, self.size, self.later = power.padded(k).contiguous(), beta.contiguous(), p, size, later
+        self.k, self.beta = power.padded(k).contiguous(), beta.contiguous()
+        self.p, self.size, self.later = p, size, later
         self.given, values, self.corrections = k, tensors["source"], corrections
         self.batch, self.time, self.groups, self.key_dim = self.k.shape
         self.value_dim, self.dtype = values.shape[3], tensors["update"].dtype

@@ -190,13 +190,11 @@ def group_corrections(
     place = t[:, None] * BLOCK + t[None, :]
     base = out + ((tl.cast(row, tl.int64) * room + group) * G + g) * (PAIRS * BLOCK * BLOCK) + place
     for a in tl.static_range(BLOCKS - 1):
-        columns = ()  # N_ca for c from a on, each times beta of its rows
-        xs = ()
         x, scale = _rows_of(k, beta, start, first + a * BLOCK, end, G, g, K, BLOCK)
         there = first + a * BLOCK + t < end
         n = tl.load(base + _pair(a, a) * (BLOCK * BLOCK), mask=there[:, None], other=0.0)
-        columns += (n * scale[:, None],)
-        xs += (x,)
+        columns = (n * scale[:, None],)  # N_ca for c from a on, each times beta of its rows
+        xs = (x,)
         for b in tl.static_range(a + 1, BLOCKS):
             x, scale = _rows_of(k, beta, start, first + b * BLOCK, end, G, g, K, BLOCK)
             there = first + b * BLOCK + t < end
