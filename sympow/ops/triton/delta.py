@@ -411,9 +411,10 @@ class _Chunks:
         groups = self.corrections.shape[1] // chunks  # of a chunk
         if number not in self.corrected:
             first = max(0, number - chunks + 1) if self.later else number
-            self.corrected = range(first, min(first + chunks, ceil_div(self.time, self.size)))
+            last = number if self.later else min(number + chunks, ceil_div(self.time, self.size)) - 1
+            self.corrected = range(first, last + 1)
             begin = first * self.size
-            count = ceil_div(min(self.time - begin, chunks * self.size), BLOCK)
+            count = ceil_div(min(self.time - begin, len(self.corrected) * self.size), BLOCK)
             size = ceil_div(min(self.size, self.time), BLOCK)
             numbers = {"T": self.time, "begin": begin, "size": size, "room": self.corrections.shape[1]}
             blocks = self.solve_launch.block // BLOCK
