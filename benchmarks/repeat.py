@@ -86,7 +86,9 @@ RULES = {  # the first that matches
     "conversion/decoding.csv": Rule("shape model context batch", {"tokens_per_second": RATE, "state_bytes": 0}),
     "conversion/*-logits.csv": Rule("model text tokens", {"difference": 1e-3}),
     "conversion/*-harness*.csv": Rule("run task metric", {"value": GAP}),
-    "conversion/*.csv": Rule("run kind step stage context rows model length", {"gap": GAP, "accuracy": POINT}),
+    "conversion/*.csv": Rule(
+        "run kind step stage context rows model length task values depth", {"gap": GAP, "accuracy": POINT}
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _DAY = 24 * 3600.0  # seconds
 LONGEST_NAME = 200  # bytes; file systems take 255, and `atomic_write` and others add some
@@ -117,6 +118,14 @@ def check_file_name(name: str, what: str) -> None:
         raise ValueError(f"{what} must be usable as a file name, got {name!r}")
     if len(name.encode()) > LONGEST_NAME:
         raise ValueError(f"{what} must have at most {LONGEST_NAME} bytes, got {len(name.encode())}: {name[:40]!r}...")
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """Returns the content of a JSON text. Raises ValueError, also for lists and objects that are nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deeply") from None
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

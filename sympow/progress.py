@@ -157,4 +157,5 @@ class Forecast:
         if left < SHORT:
             return None
         steps = f"{self.total - done:,} steps left, {each:.3g} s each"
-        return f"about {timedelta(seconds=round(left))} for the {steps}, without evaluations and checkpoints"
+        rest = timedelta.max if left >= timedelta.max.total_seconds() else timedelta(seconds=round(left))
+        return f"about {rest} for the {steps}, without evaluations and checkpoints"

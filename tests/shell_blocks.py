@@ -79,6 +79,7 @@ NOT_RUN = {
     "git clone": "needs a network",
     "cd": "is of a clone, which this is",
     "unzip": "is of a model that is fetched",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer": "needs a GPU and CUDA's tools",
     "apt-get": "needs a network",
     "make": "makes an environment of its own; CI begins with it",
     "sympow demo": "takes minutes: tests/cli/test_main.py",

@@ -140,6 +140,7 @@ def test_the_rest_is_estimated_after_the_first_steps(monkeypatch):
     assert told([90, 5, 5], 10, 1000)[0] == "about 1 day, 0:43:30 for the 989 steps left, 90 s each, " + rest[22:]
     assert told([90, 5, 5], 10, 1000)[1:] == [None, None]
     assert told([1, 1, 1, 1], 0, 50) == [None] * 4  # less than a minute
+    assert told([5, 5, 5], 0, 10**30)[2].startswith("about 999999999 days, ")
     lines = told([1] * 5 + [10] * 4, 0, 1000, [1] * 5 + [2] * 4)
     assert lines[2] and lines[7] == "about 2:45:20 for the 992 steps left, 10 s each, " + rest[22:]
     assert [i for i, line in enumerate(lines) if line] == [2, 7]

@@ -9,6 +9,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
+from itertools import takewhile
+from pathlib import Path
+from traceback import walk_tb
 
 from sympow import __version__
 from sympow.cli import convert, corpora, generate, measure, mqar, serve, train
@@ -23,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     If a signal stopped a run after a checkpoint was saved, the exit code is 128 + the signal's number, as in a shell.
     """
     try:
+        if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="surrogateescape")  # for names of files that are not UTF-8
         options = parse(arguments)
         from sympow.layers import trust_code
 
@@ -72,6 +78,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         import argcomplete
 
         argcomplete.autocomplete(top)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for word in takewhile(lambda word: word != "--", arguments):
+        if word.startswith("-") and word.endswith("=--"):  # for which argparse gives an empty list
+            top.error(f"argument {word.removesuffix('=--')}: expected a value, got '--'")
     options, more = top.parse_known_args(arguments)
     if more and ("rest" not in options or any(word.startswith("-") for word in more)):
         options.refuse(f"unrecognized arguments: {' '.join(more)}")
@@ -92,4 +102,13 @@ def _one_line(error: BaseException) -> str:
             return line
     if isinstance(error, OverflowError):
         return f"a number is too large: {error}"
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    text = str(error).strip()
+    if not _is_own(error):  # other packages add lines with details
+        text = text.split("\n")[0]
+    return text or type(error).__name__
+
+
+def _is_own(error: BaseException) -> bool:
+    """Tells whether this package raised an error. Its messages are one line, unless a name in them has a line end."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and Path(frames[-1].f_code.co_filename).is_relative_to(Path(__file__).parents[1])

@@ -196,6 +196,9 @@ def convert_model(
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
     config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
     written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)
-    if BPETokenizer(pretrained.tokenizer).normalizes:
+    tokenizer = BPETokenizer(pretrained.tokenizer)
+    if tokenizer.normalizes:
         print(f"the tokenizer of {source} puts texts into the Unicode form NFC", file=sys.stderr)
+    if tokenizer.strips:
+        print(f"the tokenizer of {source} removes white space beside some of its added tokens", file=sys.stderr)
     return written, model

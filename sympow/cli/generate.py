@@ -6,7 +6,20 @@ import argparse
 import signal
 from pathlib import Path
 
-from sympow.cli.options import DEVICE, DTYPES, RUN, WEIGHTS, AddCommand, Refuse, add_number, add_path, add_trust_code
+from sympow.cli.options import (
+    DEVICE,
+    DTYPES,
+    RUN,
+    WEIGHTS,
+    AddCommand,
+    Refuse,
+    add_number,
+    add_path,
+    add_trust_code,
+    decimal,
+    natural,
+    share,
+)
 
 _GENERATE = """Reads a prompt in chunks and continues it token by token from the model's state. The text goes to
 standard output, the state's size and the speed go to standard error. With --context the prompt follows the text that
@@ -27,15 +40,15 @@ def add(command: AddCommand) -> None:
     prompt = generate.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="Continue this text. It is optional with --context.")
     add_path(prompt, "--prompt-file", "FILE", "Read the prompt from this file; - means standard input.")
-    add_number(generate, "--max-new-tokens", "Write at most N tokens.", 256, type=int)
+    add_number(generate, "--max-new-tokens", "Write at most N tokens.", 256)
     add_number(generate, "--temperature",
                "Draw at this temperature; 0 always takes the likeliest token.", 1.0,
-               type=float, metavar="X")  # fmt: skip
-    add_number(generate, "--top-k", "Draw from the K likeliest tokens (default: from all).", type=int, metavar="K")
+               type=decimal, metavar="X")  # fmt: skip
+    add_number(generate, "--top-k", "Draw from the K likeliest tokens (default: from all).", metavar="K")
     add_number(generate, "--top-p",
                "Draw from the fewest tokens whose probabilities add up to P (default: from all).",
-               type=float, metavar="P")  # fmt: skip
-    add_number(generate, "--seed", "Draw the tokens from this seed.", 0, type=int)
+               type=share, metavar="P")  # fmt: skip
+    add_number(generate, "--seed", "Draw the tokens from this seed.", 0, type=natural)
     drafts = generate.add_mutually_exclusive_group()
     drafts.add_argument("--speculate", action="store_true",
                         help="Propose tokens by prompt lookup: the text is the same, with fewer steps.")  # fmt: skip

@@ -85,7 +85,7 @@ def add(command: AddCommand) -> None:
                "Predict N tokens in each sequence (default: the shortest context that a model was trained "
                "on).")  # fmt: skip
     add_number(hits, "--rows", "Average over N sequences.", 64)
-    add_number(hits, "--frequent", "Exclude bigrams from AR hits above N occurrences in training.", 1250, type=int)
+    add_number(hits, "--frequent", "Exclude bigrams from AR hits above N occurrences in training.", 1250, type=natural)
     add_number(hits, "--count-tokens", "Count bigrams in about N tokens of the training data (default: all tokens).")
     add_path(hits, "--csv", "FILE", "Write losses and gaps into this file.")
     add_path(hits, "--plot", "FILE", "Draw losses by count and distance into this image.")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import ipaddress
+import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -24,6 +27,7 @@ Refuse = Callable[[str], NoReturn]
 
 Arguments = argparse._ActionsContainer  # a parser, or a group of its options
 
+_LONGEST = 2000  # characters of an error
 WAIT = timedelta(seconds=10)  # for torchrun's store, which lives longer than the processes
 
 
@@ -104,36 +108,82 @@ def _recipe_list(returned: Sequence[str]) -> str:
 
 def positive(text: str) -> int:
     """Returns an integer of at least 1."""
-    number = int(text)
-    if not 1 <= number < 1 << 63:
-        raise argparse.ArgumentTypeError(f"must be {'at least 1' if number < 1 else 'below 2**63'}, got {number}")
-    return number
+    return _integer(text, 1)
 
 
 def natural(text: str) -> int:
     """Returns an integer of at least 0."""
-    number = int(text)
-    if not 0 <= number < 1 << 63:
-        raise argparse.ArgumentTypeError(f"must be {'at least 0' if number < 0 else 'below 2**63'}, got {number}")
+    return _integer(text, 0)
+
+
+def port(text: str) -> int:
+    """Returns the number of a port, or 0."""
+    return _integer(text, 0, 1 << 16, "65,536")
+
+
+def _integer(text: str, least: int, limit: int = 1 << 63, said: str = "2**63") -> int:
+    try:
+        number = int(text)
+    except ValueError:  # also for more digits than Python reads
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {_short(text)}") from None
+    if not least <= number < limit:
+        expected = f"at least {least}" if number < least else f"below {said}"
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {_short(text, shown=str)}")
     return number
 
 
 def decimal(text: str) -> float:
     """Returns a finite number of at least 0."""
-    found = float(text)
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be finite and at least 0, got {text}")
+    return _decimal(text, "a finite number of at least 0", lambda found: found >= 0)
+
+
+def above_zero(text: str) -> float:
+    """Returns a finite number above 0."""
+    return _decimal(text, "a finite number above 0", lambda found: found > 0)
+
+
+def share(text: str) -> float:
+    """Returns a number above 0 and at most 1."""
+    return _decimal(text, "a number above 0 and at most 1", lambda found: 0 < found <= 1)
+
+
+def _decimal(text: str, expected: str, accepts: Callable[[float], bool]) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found) or not accepts(found):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {_short(text)}")
     return found
 
 
-decimal.__name__ = "number"
-positive.__name__ = natural.__name__ = "integer"  # argparse says "invalid integer value"
+def _short(text: str, shown: Callable[[str], str] = repr) -> str:
+    return shown(text) if len(text) <= 60 else f"{shown(text[:60])}..."
 
 
 def path(text: str) -> str:
     """Returns the path. Refuses an empty path, such as an unset shell variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("a path cannot be empty")
+    return text
+
+
+def host(text: str) -> str:
+    """Returns an address to listen at. Refuses an empty one, which would mean every address of this machine."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an address cannot be empty; 0.0.0.0 means all of this machine")
+    return text
+
+
+def host_name(text: str) -> str:
+    """Returns a name or an address of a host, without a scheme and a port, or * for all."""
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        if not re.fullmatch(r"[^\[\]:@/\s]+", text):
+            raise argparse.ArgumentTypeError(
+                f"expected a name without scheme and port, such as example.org, got {text!r}"
+            ) from None
     return text
 
 
@@ -145,10 +195,16 @@ def refuse(line: str) -> NoReturn:
 
 def tell(line: str) -> None:
     """Prints an error. Of the processes that torchrun started, the first one prints it."""
+    line = escaped(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
     several = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not is_first(line):
         return
     print(f"sympow: error: {line}", file=sys.stderr)
+
+
+def escaped(text: str) -> str:
+    """Returns a text with line ends, and all other characters that are not printable, as Python writes them."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def is_first(line: str) -> bool:

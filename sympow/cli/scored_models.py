@@ -59,5 +59,5 @@ def _is_of_transformers(folder: Path) -> bool:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return isinstance(content, dict) and "model_type" in content
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False

@@ -10,10 +10,15 @@ from sympow.cli.options import (
     WEIGHTS,
     AddCommand,
     Refuse,
+    above_zero,
     add_number,
     add_path,
     add_trust_code,
     decimal,
+    host,
+    host_name,
+    natural,
+    port,
     positive,
 )
 
@@ -27,9 +32,9 @@ def add(command: AddCommand) -> None:
     """Adds the command to the parser."""
     serve = command("serve", "Serve a model over HTTP with OpenAI's interface.", _SERVE)
     add_path(serve, "folder", "DIR", "Serve this run, or this folder of `sympow export`.")
-    serve.add_argument("--host", default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
-    add_number(serve, "--port", "Listen at this port; 0 takes a free one.", 8000, type=int)
-    serve.add_argument("--allowed-host", metavar="NAME", action="append", default=[],
+    serve.add_argument("--host", type=host, default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
+    add_number(serve, "--port", "Listen at this port; 0 takes a free one.", 8000, type=port)
+    serve.add_argument("--allowed-host", metavar="NAME", type=host_name, action="append", default=[],
                        help="Answer requests for this host too; * means all; may be repeated "
                             "(default: only localhost, where other machines cannot reach the server).")  # fmt: skip
     serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")
@@ -41,12 +46,13 @@ def add(command: AddCommand) -> None:
                               ("max-new-tokens", 4096, "Write at most N tokens of an answer")):  # fmt: skip
         serve.add_argument(f"--{name}", metavar="N", type=positive, default=count, help=f"{what} (default: {count:,}).")
     add_number(serve, "--prefill-chunk", "Read N tokens of a prompt at a time (default: 256; on a GPU 1,024).")
-    add_number(serve, "--queue", "Let at most N requests wait.", 256, type=int)
-    for name, number, what in (("timeout", 600.0, "End an answer after X seconds"),
-                               ("grace", 30.0, "Give running requests X seconds when the server ends"),
-                               ("cache-memory", 1.0, "Keep states of prompts in X GiB of memory")):  # fmt: skip
-        serve.add_argument(f"--{name}", metavar="X", type=decimal, default=number,
-                           help=f"{what} (default: {number:g}).")  # fmt: skip
+    add_number(serve, "--queue", "Let at most N requests wait.", 256, type=natural)
+    for name, number, kind, what in (
+        ("timeout", 600.0, above_zero, "End an answer after X seconds"),
+        ("grace", 30.0, decimal, "Give running requests X seconds when the server ends"),
+        ("cache-memory", 1.0, decimal, "Keep states of prompts in X GiB of memory"),
+    ):
+        add_number(serve, f"--{name}", f"{what}.", number, type=kind, metavar="X")
     add_path(serve, "--cache-dir", "DIR", "Keep states of prompts in this folder too (default: in memory only).")
     add_number(serve, "--cache-disk",
                "Keep X GiB of these states in --cache-dir (default: 10).", type=decimal, metavar="X")  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Any
 
 EXPECTED = "expected a byte-level BPE tokenizer.json"
 
-# Steps before the merges that keep every character. Others, such as "Whitespace", drop some.
-_KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
+# Steps before the merges that keep every character. Others drop some: "Whitespace", or "UnicodeScripts" at the end.
+_KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation")
 # Patterns of Llama 3 and of Qwen. GPT-2's is within "ByteLevel". A line end between two characters that are not white
 # space is the last character of its match, whatever follows.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,6 +52,11 @@ def check_byte_level(spec: Any) -> None:
 def normalizes(spec: Any) -> bool:
     """Tells whether a tokenizer.json, which `check_byte_level` has checked, puts texts into the form NFC."""
     return bool(_steps(spec, "normalizer", "normalizers"))
+
+
+def strips(spec: Any) -> bool:
+    """Tells whether an added token of a tokenizer.json removes the white space beside it in a text."""
+    return any(token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or ())
 
 
 def cuts_at_lines(spec: Any) -> bool:

@@ -147,6 +147,9 @@ class DataConfig:
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
                 raise TypeError(f"data {name} must be {wanted}, got {value!r}")
+        for name in ("held_out_path", "tokenizer"):
+            if getattr(self, name) == "":  # which would mean the current folder
+                raise ValueError(f"data {name} cannot be empty")
         if not all(isinstance(path, str) and path for path in self.paths):
             raise TypeError(f"data paths must be strings that are not empty, got {list(self.paths)}")
         if not all(isinstance(weight, int | float) and not isinstance(weight, bool) for weight in self.weights):

@@ -27,7 +27,7 @@ import numpy as np
 
 from sympow.data.text import BPE_TRAINING_CHARACTERS
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer, tokenizers_library
-from sympow.files import digest, sync, write_text
+from sympow.files import digest, parsed_json, sync, write_text
 from sympow.locks import locked
 
 ROW_TOKENS = 65_536
@@ -127,10 +127,12 @@ def write_corpus(
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial, "makes a corpus"):
         source = open_source(partial)
-        _begin(partial, settings | {"source": source.survey()})
+        settings = settings | {"source": source.survey()}
         documents = source.plan()
+        _check_room(documents, row_tokens, tokenizer)
+        _begin(partial, settings)
         tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
-        with _Writer(partial, documents, row_tokens) as writer:
+        with _Writer(partial, documents, row_tokens, tokenizer) as writer:
             for document, text in source.texts(documents, writer.finished):
                 writer.add(document, encode_text(tokenizer, text) if isinstance(text, str) else text)
             counts = writer.finish()
@@ -195,7 +197,7 @@ def choose_held_out(sizes: Mapping[str, int], group: Callable[[str], str], expec
     if not chosen:
         raise ValueError(
             f"the source has {len(sizes)} long directories, too few to hold {HELD_OUT:.0%} of the text out: "
-            f"expected {expected}"
+            f"expected {expected}, or a smaller row_tokens"
         )
     return {directory for directory in sizes if group(directory) in chosen}
 
@@ -241,7 +243,23 @@ def read_entries(corpus: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _parse(lines: Sequence[bytes]) -> list[Entry]:
-    return [Entry(**json.loads(line)) for line in lines]
+    return [Entry(**parsed_json(line)) for line in lines]
+
+
+def _capacity(document: SourceDocument, row_tokens: int, tokenizer: Tokenizer | None) -> int:
+    """Returns the most rows that a document can give: no token has less than a byte, but those that begin a text."""
+    return (document.size + (len(tokenizer.start) if tokenizer else 0)) // row_tokens
+
+
+def _check_room(documents: Sequence[SourceDocument], row_tokens: int, tokenizer: Tokenizer | None) -> None:
+    """Raises ValueError if no document is as long as a row, before texts are encoded."""
+    for split in SPLITS:
+        if not any(_capacity(each, row_tokens, tokenizer) for each in documents if each.split == split):
+            raise _no_row(row_tokens, split)
+
+
+def _no_row(row_tokens: int, split: str) -> ValueError:
+    return ValueError(f"row_tokens is {row_tokens:,}: the source gives no row of so many tokens for {split}.zarr")
 
 
 class _Writer:
@@ -251,15 +269,16 @@ class _Writer:
         folder: the folder of an unfinished corpus; documents that its list contains already are kept.
         documents: all documents of the corpus, in the order in which they are added.
         row_tokens: the number of tokens in a row.
+        tokenizer: encodes the documents.
     """
 
-    def __init__(self, folder: Path, documents: Sequence[SourceDocument], row_tokens: int):
+    def __init__(self, folder: Path, documents: Sequence[SourceDocument], row_tokens: int, tokenizer: Tokenizer):
         self._folder, self._row_tokens = folder, row_tokens
         self._file = (folder / DOCUMENTS).open("a+b")
         self._entries = self._read(documents)
         capacity = Counter[str]()
         for document in documents:
-            capacity[document.split] += document.size // row_tokens  # no token has less than a byte
+            capacity[document.split] += _capacity(document, row_tokens, tokenizer)
         self._arrays = {split: self._open(split, capacity[split]) for split in SPLITS}
 
     def __enter__(self) -> _Writer:
@@ -304,7 +323,7 @@ class _Writer:
             entries = [entry for entry in self._entries if entry.split == split]
             rows = sum(entry.rows for entry in entries)
             if not rows:
-                raise ValueError(f"the source gives no row of {self._row_tokens:,} tokens for {split}.zarr")
+                raise _no_row(self._row_tokens, split)
             self._arrays[split].resize((rows, self._row_tokens))
             for name in (".zarray", ".zattrs"):
                 sync(self._folder / f"{split}.zarr" / name)
@@ -389,7 +408,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def read_summary(folder: Path) -> dict[str, Any]:
     """Reads the `corpus.json` of a corpus. Raises ValueError where it is not JSON."""
     try:
-        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return parsed_json((folder / SUMMARY).read_text(encoding="utf-8"))
     except ValueError:
         raise ValueError(f"{folder / SUMMARY} is not JSON: remove {folder}") from None
 

@@ -140,7 +140,8 @@ def _measured(config: DataConfig, path: str | None, remarks: list[str]) -> _Meas
     try:
         texts = find_texts(path, config.group, config.suffixes, config.text_field)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; data.path names the corpus") from None
+        field = "held_out_path" if path == config.held_out_path else "path"
+        raise FileNotFoundError(f"{error}; data.{field} names the corpus") from None
     found = _MeasuredTexts(*measure_documents(texts.documents))
     if not found.documents:
         raise ValueError(f"text corpus {path} is empty: its files hold no text")

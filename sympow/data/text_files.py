@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
-import json
 import os
 import zlib
 from collections import Counter
@@ -18,6 +17,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from sympow.files import parsed_json
 
 COMPRESSIONS = (".gz", ".zst")
 # Files that hold a document in each row, by the end of their names without that of the compression.
@@ -237,7 +238,7 @@ def _dataset(folder: Path) -> set[str] | None:
 
 def _json(path: Path, key: str) -> list[Any]:
     try:
-        return list(json.loads(path.read_bytes())[key])
+        return list(parsed_json(path.read_bytes())[key])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged: expected JSON of a saved dataset, with {key!r}") from None
 
@@ -292,7 +293,7 @@ def _begins_with_rows(file: TextFile, field: str) -> bool:
     with _naming(file), closing(_lines(file)) as lines:
         for _, line in lines:
             try:
-                row = json.loads(line)
+                row = parsed_json(line)
             except ValueError:
                 return False
             return isinstance(row, dict) and field in row
@@ -316,7 +317,7 @@ def _json_rows(file: TextFile, field: str) -> Iterator[str]:
         for number, line in lines:
             where = f"{file.path}, line {number}"
             try:
-                row = json.loads(line)
+                row = parsed_json(line)
             except ValueError as error:
                 raise ValueError(f"{where}: expected a JSON object, got what is no JSON ({error})") from None
             if not isinstance(row, dict):

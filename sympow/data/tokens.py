@@ -1,9 +1,10 @@
 """Tokenizers: bytes, and byte-level BPE by Hugging Face `tokenizers`.
 
 Each token is a fixed string of bytes. Decoding joins these bytes and reads them as UTF-8, so a stream can be decoded
-token by token without showing half a character. Encoding and decoding are lossless, with two exceptions. If the
+token by token without showing half a character. Encoding and decoding are lossless, with three exceptions. If the
 vocabulary of a BPE lacks single bytes, as that of SmolLM2 does, characters with such a byte become U+FFFD. The
-tokenizers of Qwen put texts into the form NFC, which writes a letter and its accent as one character.
+tokenizers of Qwen put texts into the form NFC, which writes a letter and its accent as one character. An added token
+may remove the white space beside it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from sympow.data.byte_level import EXPECTED, check_byte_level, cuts_at_lines, normalizes
+from sympow.data.byte_level import EXPECTED, check_byte_level, cuts_at_lines, normalizes, strips
 from sympow.files import digest, write_text
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -103,9 +104,10 @@ class BPETokenizer:
 
     Args:
         serialized: the text of a `tokenizer.json`. It must contain a byte-level BPE that keeps the text, or puts it
-            into the form NFC (`normalizes` then is True), and that takes no merge by chance. Its vocabulary must
-            contain all bytes, except bytes that only control characters or characters above U+FFFF use. Truncation
-            and padding in the file are switched off. Tokens that its post-processor puts before a text are `start`;
+            into the form NFC (`normalizes` then is True), and that takes no merge by chance. Its added tokens may
+            remove the white space beside them (`strips` then is True). Its vocabulary must contain all bytes, except
+            bytes that only control characters or characters above U+FFFF use. Truncation and padding in the file are
+            switched off. Tokens that its post-processor puts before a text are `start`;
             it must put none behind a text.
 
     Raises ValueError for a text that does not meet these conditions.
@@ -128,12 +130,14 @@ class BPETokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._lacking = _lacking_bytes(vocabulary)
+        merged = self._tokenizer.get_vocab(with_added_tokens=False)
+        self._lacking = _lacking_bytes(merged)
         if max(vocabulary.values()) >= len(serialized):  # an id without gaps takes several characters
             raise ValueError(
                 f"{EXPECTED}, got the id {max(vocabulary.values()):,} in a file of {len(serialized):,} characters"
             )
-        self.token_bytes = _token_bytes(vocabulary)
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self.token_bytes = _token_bytes(vocabulary, added, merged)
         self.vocab_size = len(self.token_bytes)
         self.name = f"bpe{self.vocab_size}"
         self._serialized = self._tokenizer.to_str()
@@ -142,7 +146,7 @@ class BPETokenizer:
         self.start = _start(self._tokenizer)
         if any(token >= self.vocab_size for token in self.start):
             raise ValueError(f"{EXPECTED}, got a start of {self.start} outside its {self.vocab_size} tokens")
-        self.normalizes = normalizes(spec)
+        self.normalizes, self.strips = normalizes(spec), strips(spec)
         self.cuts_at_lines = cuts_at_lines(spec)
 
     @classmethod
@@ -347,14 +351,26 @@ def _lacking_bytes(vocabulary: dict[str, int]) -> re.Pattern[bytes] | None:
     return re.compile(b"[" + re.escape(bytes(sorted(used))) + b"]") if used else None
 
 
-def _token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
+def _token_bytes(vocabulary: Mapping[str, int], added: Set[str], merged: Container[str]) -> list[bytes]:
+    """Returns the bytes of every token. An added token stands for its own text, any other one for a string of bytes.
+
+    Args:
+        vocabulary: the numbers of all tokens.
+        added: the added tokens among them.
+        merged: the tokens that merges may give.
+
+    Raises ValueError for a token that is both, with different bytes, and for two tokens of the same number.
+    """
     characters = _byte_characters()
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise ValueError(f"{EXPECTED}, got several tokens with the same id")
     table = [b""] * (max(vocabulary.values()) + 1)
     for token, index in vocabulary.items():
-        if all(character in characters for character in token):
-            table[index] = bytes(characters[character] for character in token)
-        else:  # an added token, which stands for its own text
-            table[index] = token.encode("utf-8")
+        text = token.encode("utf-8")
+        level = bytes(map(characters.__getitem__, token)) if all(each in characters for each in token) else text
+        if token in added and token in merged and text != level:
+            raise ValueError(f"{EXPECTED}, got the added token {token!r}, which also stands for {level!r}")
+        table[index] = text if token in added else level
     return table
 
 

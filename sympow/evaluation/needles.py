@@ -281,6 +281,7 @@ def needle_recall(
     if not 1 <= keys < len(WORDS) or hops < 1:  # one word at least is left for the values
         raise ValueError(f"expected 1 to {len(WORDS) - 1} keys and at least one hop; got {keys} and {hops}")
     check_memory(f"a context of {max(contexts):,} tokens", 32 * max(contexts))
+    check_memory(f"a list of {texts:,} texts", 64 * texts)
     prose, options = Prose(tokenizer, text), {"keys": keys, "hops": hops}
 
     def made(task: str, kind: str, context: int, depth: float, number: int) -> NeedleText:

@@ -51,6 +51,8 @@ class HeadOptions(TypedDict, total=False):
     output_gate_bias: bool
 
 
+_WIDEST = 1 << 16  # channels of a head whose frequencies are made to check them
+
 BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
 """The options of the parts that power attention has around its heads by default."""
 
@@ -159,6 +161,8 @@ class AttentionMixer(Mixer):
         # Refuses wrong options here and not at the first use. The check runs on the CPU even if modules are made on the
         # meta device, because arithmetic on that device imports torch._dynamo.
         turned = (2, None) if rotation == "none" else (head_dim, self.rotary_dim)
+        if head_dim > _WIDEST and head_dim % 2 == 0 and rope_scaling is None:
+            turned = (_WIDEST, None)  # the same check without memory: a model is refused by its size, but later
         if rotation == "none" and rope_scaling is not None:
             raise ValueError("rope_scaling is of the rotation; got rotation='none'")
         rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], rope_scaling, device="cpu")

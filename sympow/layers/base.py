@@ -227,7 +227,7 @@ class Mixer(nn.Module, ABC):
         return error if x.isfinite().all() else OutOfRangeError(f"the input of {type(self).__name__} is not finite")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        refuse_complex(self, state_dict, prefix)
+        refuse_other_kinds(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def check_input(self, x: Tensor, weight: Tensor | None) -> None:
@@ -249,8 +249,10 @@ class Mixer(nn.Module, ABC):
             raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, or autocast be on; got {x.dtype}")
 
 
-def refuse_complex(module: nn.Module, weights: Mapping[str, Any], prefix: str = "") -> None:
-    """Raises TypeError for a complex weight of `module`, whose imaginary part would be lost when it is loaded.
+def refuse_other_kinds(module: nn.Module, weights: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises TypeError for weights of `module` that are complex or integers.
+
+    Loading them would lose the imaginary part, or the scale of quantized weights.
 
     Args:
         module: the module that loads.
@@ -259,8 +261,9 @@ def refuse_complex(module: nn.Module, weights: Mapping[str, Any], prefix: str = 
     """
     for name, own in module.state_dict(keep_vars=True).items():
         given = weights.get(prefix + name)
-        if isinstance(given, Tensor) and given.is_complex() and not own.is_complex():
-            raise TypeError(f"weights must be real; got {prefix + name} of {given.dtype}")
+        if isinstance(given, Tensor) and own.is_floating_point() and not given.is_floating_point():
+            wanted = "real" if given.is_complex() else "floating-point numbers"
+            raise TypeError(f"weights must be {wanted}; got {prefix + name} of {given.dtype}")
 
 
 def state_options(

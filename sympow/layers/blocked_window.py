@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +21,8 @@ from sympow.ops.availability import concatenated
 @dataclass
 class BlockedWindowState(MixerState):
     """Holds keys and values of the block of the last token, and the tokens so far."""
+
+    counted: ClassVar[tuple[str, ...]] = ("position",)
 
     block: KVCache
     position: int

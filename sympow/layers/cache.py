@@ -35,6 +35,7 @@ class KVCache(MixerState):
     """
 
     constants: ClassVar[tuple[str, ...]] = ("limit",)
+    counted: ClassVar[tuple[str, ...]] = ("length",)
 
     k: Tensor
     v: Tensor
@@ -127,6 +128,7 @@ class InputCache(MixerState):
     """Holds the last `limit` inputs of `length` tokens: x is [B, room, C], token t at index t % limit."""
 
     constants: ClassVar[tuple[str, ...]] = ("limit",)
+    counted: ClassVar[tuple[str, ...]] = ("length",)
 
     x: Tensor
     length: int

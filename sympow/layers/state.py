@@ -36,10 +36,12 @@ class MixerState:
     Attributes:
         counters: fields that count the tokens read. `step` also takes them as int64 [B], for rows of different
             lengths. None: the rows of a batch must be equally long.
+        counted: further fields that count the tokens read, of rows that must be equally long.
         constants: fields that are equal in all states of a mixer.
     """
 
     counters: ClassVar[tuple[str, ...] | None] = None
+    counted: ClassVar[tuple[str, ...]] = ()
     constants: ClassVar[tuple[str, ...]] = ()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -143,6 +145,17 @@ def check_form(state: MixerState, expected: Form) -> None:
                 raise ValueError(f"state must be that of this mixer, with {name} of [{sizes}]; got {got}")
         elif item != form:
             raise ValueError(f"state must be that of this mixer, with {name} = {form}; got {item}")
+
+
+def check_read(state: MixerState, tokens: int) -> None:
+    """Raises ValueError for a state, of rows of one length, that counts another number of tokens than `tokens`."""
+    own = (*(state.counters or ()), *state.counted)
+    for field in fields(state):
+        item = getattr(state, field.name)
+        if field.name in own and type(item) is int and item != tokens:
+            raise ValueError(f"{type(state).__name__} must have {field.name} = {tokens}, the tokens read; got {item}")
+        if isinstance(item, MixerState) and not own:  # else it may count only a part of them
+            check_read(item, tokens)
 
 
 def _sizes(item: Any) -> list[int] | None:

@@ -92,8 +92,9 @@ def fitted(state: Any, like: Any) -> Any:
             return like.continued(state)
         kept = (state.dtype, state.capacity, state.s.dtype) == (like.dtype, like.capacity, like.s.dtype)
         return state if kept else like.continued(state.folded())
-    if like is None or state is None or isinstance(like, int | float | Tensor):
-        return state  # some states hold None before the first token
+    if like is None or isinstance(like, int | float | Tensor):  # some states hold None before the first token
+        _check_leaf(state, like)
+        return state
     if not isinstance(like, type(state)):  # a file of an earlier version holds windows as caches
         raise ValueError(f"expected {type(like).__name__}, got {type(state).__name__}")
     if isinstance(like, list | tuple):
@@ -101,6 +102,17 @@ def fitted(state: Any, like: Any) -> Any:
     return type(like)(
         **{entry.name: fitted(getattr(state, entry.name), getattr(like, entry.name)) for entry in fields(like)}
     )
+
+
+def _check_leaf(state: Any, like: Any) -> None:
+    """Raises ValueError for a tensor of another dtype than that of `like`, and for another number than a count."""
+    if isinstance(like, Tensor) and getattr(state, "dtype", None) != like.dtype:
+        got = state.dtype if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"expected a tensor of {like.dtype}, got {got}")
+    if not isinstance(like, int) or (isinstance(state, Tensor) and state.dtype in (torch.int32, torch.int64)):
+        return
+    if type(state) is not int or not 0 <= state < 1 << 63:
+        raise ValueError(f"expected a number of tokens, got {type(state).__name__}: {state!s:.40}")
 
 
 def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept: bool = False) -> Any:
@@ -188,7 +200,7 @@ def _unpacked(node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type
     for name in values:
         dim = _room_dim(cls, name)
         if dim is not None:
-            values[name] = _with_room(values[name], capacity(values["length"], values["limit"]), dim)
+            values[name] = _with_room(values[name], values["length"], values["limit"], dim)
     return cls(**values)
 
 
@@ -205,8 +217,16 @@ def _unpacked_tensor(node: Mapping[str, Any], tensors: Mapping[str, Tensor], dev
     return x.to(dtype)
 
 
-def _with_room(held: Tensor, room: int, dim: int) -> Tensor:
-    shape = list(held.shape)
+def _with_room(held: Any, length: Any, limit: Any, dim: int) -> Tensor:
+    """Returns the tensor of a cache of `length` tokens, at most `limit` of which it holds, with its spare room.
+
+    Raises ValueError for a tensor of another number of tokens, so that the room depends on the size of the file.
+    """
+    shape = list(held.shape) if isinstance(held, Tensor) else []
+    numbers = [length] if limit is None else [length, limit]
+    if len(shape) <= dim or any(type(each) is not int or each < 0 for each in numbers) or shape[dim] != min(numbers):
+        raise ValueError(f"expected a cache of {length} tokens, of which it holds at most {limit}; got {shape}")
+    room = capacity(length, limit)
     if shape[dim] == room:
         return held
     shape[dim] = room

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sympow.layers.state_file import SerializedState, deserialize, fitted, serialize
+from sympow.layers.state import check_batch, check_form, check_read, form_of
+from sympow.layers.state_file import STATE_DTYPES, SerializedState, deserialize, fitted, serialize
 from sympow.models.lm import LanguageModel, ModelState
 
 FORMAT = "sympow-context"
@@ -33,6 +34,8 @@ _KEY = "sympow"
 _SEAL = re.compile(rb"sha256:([0-9a-f]{64})")
 _UNSEALED = "0" * 64
 _BLOCK = 1 << 20
+_DIGEST = re.compile("[0-9a-f]{32}")
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)  # by content
 _MOST_HEADER = 100_000_000  # bytes, the limit of the format
 
 
@@ -180,6 +183,9 @@ def load_context(
 
     `known` is the `fingerprint` of the model, if the caller has computed it already.
 
+    The number of tokens is compared with the counts of the states. Whoever writes a file can change all of them alike:
+    states of constant size do not tell how many tokens they have read.
+
     Raises FileNotFoundError if there is no file; ContextError if the file is not a context file, was cut or changed, or
     belongs to another model; ImportError without safetensors.
     """
@@ -194,10 +200,26 @@ def load_context(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         logits = tensors["logits"].to(device, copy=True) if "logits" in tensors else None
         state = deserialize(SerializedState(tensors, header.tree), device)
-        state = fitted(state, model.init_state(header.rows))
-    except (KeyError, TypeError, ValueError, AttributeError, _safetensors().SafetensorError) as error:
+        _check(state, logits, model, header)
+        state = fitted(state, model.init_state(1))
+        for layer, block in zip(state.layers, model.init_state(1).layers, strict=True):
+            check_form(layer, form_of(block))
+            check_batch(layer, header.rows)
+            check_read(layer, header.tokens)
+    except (*_WRONG, _safetensors().SafetensorError) as error:
         raise ContextError(f"{path} does not hold the states of this model: {_line(error)}") from error
     return Context(state, logits, header.tokens, header.digest)
+
+
+def _check(state: Any, logits: Tensor | None, model: LanguageModel, header: ContextHeader) -> None:
+    """Raises ValueError for a state that is not of all layers, and for logits that are not of the next token."""
+    if not isinstance(state, ModelState) or not isinstance(state.layers, list):
+        raise ValueError(f"expected a state of {len(model.blocks)} layers, got {type(state).__name__}")
+    wanted = [header.rows, model.config.vocab_size]
+    if logits is None:
+        return
+    if list(logits.shape) != wanted or not logits.is_floating_point():
+        raise ValueError(f"expected logits {wanted} of the next token, got {logits.dtype} {list(logits.shape)}")
 
 
 def read_header(path: str | os.PathLike[str]) -> ContextHeader:
@@ -217,8 +239,15 @@ def read_header(path: str | os.PathLike[str]) -> ContextHeader:
         if content["version"] != VERSION:
             raise ContextError(f"{path} has version {content['version']!r} of the format; this one reads {VERSION}")
         values = {entry.name: content[entry.name] for entry in fields(ContextHeader)}
-        return ContextHeader(**values | {"tokens": int(content["tokens"])})
-    except (KeyError, TypeError, ValueError) as error:
+        found = ContextHeader(**values | {"tokens": int(content["tokens"])})
+        if type(found.rows) is not int or found.rows < 1 or found.tokens < 0:
+            raise ValueError(f"expected rows of tokens; got {found.rows!r} rows of {found.tokens} tokens")
+        if found.dtype not in STATE_DTYPES or not _DIGEST.fullmatch(found.digest):
+            raise ValueError(f"expected a dtype and a digest; got {found.dtype!r} and {found.digest!r:.60}")
+        return found
+    except ContextError:
+        raise
+    except _WRONG as error:
         raise ContextError(f"{path} is not a context file of sympow: {_line(error)}") from error
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState
-from sympow.layers.base import refuse_complex
+from sympow.layers.base import refuse_other_kinds
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import After, Device, DType, check_batch
 from sympow.models.bodies import BODIES, Block
@@ -306,7 +306,7 @@ class LanguageModel(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        refuse_complex(self, state_dict, prefix)
+        refuse_other_kinds(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None, checked: bool = False) -> Tensor:

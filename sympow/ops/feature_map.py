@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sympow.ops.availability import constant_result, kept, static_shape
 
+_TRACED = 256  # the largest power for which a dimension is computed by a loop
+
 
 def tpow_dim(key_dim: int, p: int) -> int:
     """Returns the dimension of the tensor power: K**p."""
@@ -22,6 +24,8 @@ def tpow_dim(key_dim: int, p: int) -> int:
 def spow_dim(key_dim: int, p: int) -> int:
     """Returns the dimension of the symmetric power: C(K + p - 1, p)."""
     _check_dims(key_dim, p)
+    if p > _TRACED:
+        return comb(key_dim + p - 1, p)
     dim = 1
     for i in range(p):  # not math.comb, which a compiler does not trace for a key dim that it takes as a symbol
         dim = dim * (key_dim + i) // (i + 1)

@@ -117,7 +117,11 @@ class PowerState:
             raise ValueError(f"{os.fspath(path)!r} is not a readable PowerState file (truncated or foreign)") from error
         if not isinstance(saved, dict) or saved.get("format") != _FILE_FORMAT:
             raise ValueError(f"{os.fspath(path)!r} is not a PowerState file: expected format {_FILE_FORMAT!r}")
-        return cls(saved["s"], saved["z"], saved["p"], saved["key_dim"])
+        try:
+            return cls(saved["s"], saved["z"], saved["p"], saved["key_dim"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{os.fspath(path)!r} holds no PowerState: {what}") from error
 
 
 class PowerOutput(NamedTuple, Generic[State]):

@@ -20,6 +20,7 @@ from sympow.files import check_file_name
 from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
+from sympow.ops.memory import check_memory
 from sympow.recall.own_task import OwnTask, check_integer
 from sympow.training.config import PRECISIONS, check_optimizer
 from sympow.training.overrides import override
@@ -150,8 +151,9 @@ class RecallConfig:
         for task in self.test:
             if self.architecture.positions and task.length > longest:
                 raise ValueError(f"learned positions end at the trained length, {longest}; the test has {task.length}")
+        check_memory(f"width = {self.width:,}", 4 * self.width**2)  # a matrix of any mixer
         model = self.model
-        for layer in range(model.n_layers):
+        for layer in range(min(model.n_layers, len(model.mixers))):  # the pattern, which is repeated
             mixer = model.mixer(layer)
             _check_mixer(mixer.name, json.dumps(mixer.options, sort_keys=True), model.d_model, model.n_heads)
 

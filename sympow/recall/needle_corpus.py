@@ -93,6 +93,7 @@ WORDS = tuple(_NOUNS.split())  # for texts with few words
 _SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
 _OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
 _VERSION = "needles-2"  # of the rules in this file; change it if they make other rows
+_ENTRY_BYTES = 200  # of memory for each row in the list of rows, at least
 _TOKEN_BYTES = 32  # of memory for each token of a row, at least, while it is made
 
 
@@ -139,7 +140,8 @@ def build_needle_corpus(
         raise ValueError(
             f"expected at least one row, a seed of at least 0 and a token for each fact; got {rows}, {seed} and {every}"
         )
-    check_memory(f"a row of {row_tokens:,} tokens", _TOKEN_BYTES * row_tokens)
+    check_memory(f"row_tokens = {row_tokens:,}", _TOKEN_BYTES * row_tokens)
+    check_memory(f"rows = {rows:,}", _ENTRY_BYTES * rows)
     filler = Prose(tokenizer)
     for number in range(min(rows, 8)):  # so that rows which are too short leave no unfinished folder
         needle_row(filler, tokenizer, row_tokens, np.random.default_rng([seed, 0, number]), every=every)
@@ -203,7 +205,7 @@ def needle_row(
         if sum(map(len, encoded)) > room:
             if not texts:
                 least = 2 * (row_tokens // 2 + sum(map(len, encoded)) - room)
-                raise ValueError(f"expected rows of at least {least} tokens, in which a fact fits; got {row_tokens}")
+                raise ValueError(f"row_tokens must be at least {least}, so that a fact fits; got {row_tokens}")
             break
         room -= sum(map(len, encoded))
         texts += zip(_places(rng, len(encoded), row_tokens), encoded, strict=True)

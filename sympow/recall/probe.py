@@ -9,9 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from sympow.data.mqar import RecallTask, generate
+from sympow.ops.memory import check_memory
 
 PAIRS = (16, 32, 64, 128, 256)
 LENGTH = 8  # tokens of a passage for each of its pairs
+_TOKEN_BYTES = 16  # of memory for each token of the passages, at least
 LOGIT_ELEMENTS = 1 << 25  # of the logits formed at once, at least those of a passage
 
 
@@ -58,9 +60,11 @@ def passages(
         length: the number of tokens of a passage; None: LENGTH for each pair.
         filler: "random", or "zero" for one token, which is the same in all passages.
 
-    Raises ValueError if the vocabulary or the passage is too small for so many pairs.
+    Raises ValueError if the vocabulary or the passage is too small for so many pairs, and for passages that are larger
+    than the free memory.
     """
     task = RecallTask(length=length or LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler=filler)
+    check_memory(f"length = {task.length:,} with queries in {rows:,} passages", _TOKEN_BYTES * rows * task.length)
     drawn = generate(task, rows, seed)
     places, values = drawn.queries()
     tokens = drawn.tokens.copy()

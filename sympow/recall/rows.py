@@ -13,11 +13,13 @@ from torch.nn import functional as F
 
 from sympow.data.mqar import mixture
 from sympow.models import RecallModel
+from sympow.ops.memory import check_memory
 from sympow.recall.config import AnyTask, RecallConfig
 from sympow.training.loop import shows_divergence
 from sympow.training.step import autocast
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # streams of the data seed
+_TOKEN_BYTES = 4
 _LOGIT_ELEMENTS = 1 << 25  # formed at once where accuracy is measured
 
 
@@ -36,8 +38,12 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=9)  # so that the runs of a sweep share what three tasks need
 def load(tasks: tuple[AnyTask, ...], examples: int, seed: tuple[int, ...], device: str) -> list[Part]:
-    """Draws `examples` rows of the tasks together and puts them on the device: one part for each task."""
-    parts = []
+    """Draws `examples` rows of the tasks together and puts them on the device: one part for each task.
+
+    Raises ValueError for rows that are larger than the free memory of the machine.
+    """
+    parts, length = [], sum(task.length for task in tasks) // len(tasks)
+    check_memory(f"data of {examples:,} examples with a length of {length:,}", _TOKEN_BYTES * examples * length)
     for drawn in mixture(tasks, examples, seed):
         places, labels = drawn.queries()
         tensors = (torch.from_numpy(array.astype("int32", copy=False)) for array in (drawn.tokens, places, labels))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sympow.files import write_text
+from sympow.files import parsed_json, write_text
 from sympow.locks import claim
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
@@ -60,7 +60,7 @@ class Records:
         """Returns the record of a finished job. Raises ValueError, which names the file, if it holds no record."""
         file = self.row_file(name)
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = parsed_json(file.read_text(encoding="utf-8"))
         except ValueError as error:  # also of text that is not UTF-8
             raise ValueError(f"{file} is no record of a sweep: {error}{REMEDY}") from error
         if not isinstance(content, dict):

@@ -24,6 +24,7 @@ from sympow.training.shards import ShardError, check_shards, read_shards, write_
 FORMAT = "sympow-checkpoint"
 VERSION = 1
 HEADER = "run.pt"
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NAME = re.compile(r"step-(\d{8,})\.(pt|shards)")
 
 
@@ -236,12 +237,14 @@ def restore_model(
                 f"{path} does not fit the model: {name!r} has shape {list(tensor.shape)}, "
                 f"the model needs {list(own[name].shape)}"
             )
-        if tensor.is_complex() and not own[name].is_complex():
-            raise CheckpointError(f"{path} does not fit the model: {name!r} is {tensor.dtype}, weights are real")
-        if tensor.is_floating_point() and not _local(tensor).isfinite().all():
-            raise CheckpointError(f"{path} cannot be used: its weight {name!r} holds values that are not finite")
+        if own[name].is_floating_point() and tensor.dtype not in _FLOATS:
+            wanted = "weights are real and of 16 bits or more"
+            raise CheckpointError(f"{path} does not fit the model: {name!r} is {tensor.dtype}, {wanted}")
     if dtype is not None:
         state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not _local(tensor).isfinite().all():
+            raise CheckpointError(f"{path} cannot be used: its weight {name!r} holds values that are not finite")
     for name in model.load_state_dict(state, strict=False, assign=dtype is not None).missing_keys:
         raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
 

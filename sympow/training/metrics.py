@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sympow.files import naming, write_text
+from sympow.files import naming, parsed_json, write_text
 from sympow.training.config import RunConfig
 from sympow.training.trackers import open_tracker
 
@@ -73,7 +73,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = [parsed_json(line) for line in lines if line.endswith("\n")]
     except ValueError as error:
         raise ValueError(f"{path} is not a file of JSON lines: {error}") from error
     for number, row in enumerate(rows, start=1):

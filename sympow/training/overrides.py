@@ -1,12 +1,12 @@
 """`key.path=value` on a config: each value is read as the type of the field it goes to."""
 
-import json
 import types
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sympow.fields import unknown
+from sympow.files import parsed_json
 
 C = TypeVar("C")
 
@@ -112,7 +112,7 @@ def _read(text: str, kind: Any, path: str) -> Any:
         return text
     if kind is Any:
         try:
-            return json.loads(text)
+            return parsed_json(text)
         except ValueError:
             return text
     raise ValueError(f"{path} cannot be set by an override; set one of its parts, or write a recipe")

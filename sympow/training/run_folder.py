@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sympow.data.tokenizer_files import BESIDE, write_beside
-from sympow.files import whole_folder, write_text
+from sympow.files import parsed_json, whole_folder, write_text
 from sympow.layers.registry import UntrustedCodeError
 from sympow.locks import locked
 from sympow.models import LanguageModel
@@ -272,7 +272,7 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parsed_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -118,7 +118,7 @@ def fine_tuning_run(start: str | os.PathLike[str]) -> RunConfig:
     if not Path(start).exists():
         raise FileNotFoundError(f"no run and no checkpoint at {start}")
     folder = folder_of(start)
-    if Path(start).is_file() and not (folder / "config.json").is_file():
+    if folder != Path(start) and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{start} is no checkpoint in the folder of a run: {folder} has no config.json")
     config = read_config(folder)
     return replace(config, name=f"{config.name}-tuned", start=str(start), distillation=None)

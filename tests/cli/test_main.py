@@ -283,7 +283,9 @@ def test_bad_words_on_the_command_line(folder, fails):
     line = fails("generate", folder / "power", "--prompt", "x", "more")
     assert line == "unrecognized arguments: more (see sympow generate --help)"
     assert fails("evaluate", folder / "power", "--context", "0").startswith("argument --context: must be at least 1")
-    assert fails("evaluate", folder / "power", "--rows", "x").startswith("argument --rows: invalid integer value: 'x'")
+    assert fails("evaluate", folder / "power", "--rows", "x").startswith(
+        "argument --rows: expected an integer of at least 1, got 'x' (see "
+    )
     assert "one of the arguments --prompt --prompt-file --context is required" in fails("generate", folder / "power")
     assert fails("export", folder / "power", "--out", "model.gguf") == (
         "model.gguf: programs that read GGUF files have no power attention, so none is written: give a folder"
@@ -385,6 +387,9 @@ def test_missing_and_empty_corpora(folder, fails, tmp_path):
         return fails("train", f"{folder}/tiny.py:power", f"data.path={path}", "--out", tmp_path / "run")
 
     assert refused("/nowhere/at/all") == "text corpus does not exist: /nowhere/at/all; data.path names the corpus"
+    line = fails("train", f"{folder}/tiny.py:power", "data.held_out_path=/nowhere", "--out", tmp_path / "held")
+    assert line == "text corpus does not exist: /nowhere; data.held_out_path names the corpus"
+    assert len(fails("train", f"{folder}/tiny.py:power", f"model.body={'x' * 9000}")) < 2100
     assert refused(tmp_path / "empty") == f"text corpus {tmp_path}/empty is empty: no text file in it"
     assert refused(tmp_path / "blank.txt") == f"text corpus {tmp_path}/blank.txt is empty: its files hold no text"
     # a mistyped path does not spoil the folder
@@ -504,19 +509,51 @@ def test_prompts_and_contexts(folder, fails, tmp_path):
         fails("generate", power, "--prompt", "")
         == "the prompt is empty; a model continues a text of at least one token"
     )
-    assert fails("generate", power, "--prompt", "x", "--top-k", "0") == "top_k must be an integer of at least 1; got 0"
     assert fails("generate", power, "--prompt-file", "/nowhere") == "/nowhere: No such file or directory"
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in fails("generate", power, "--prompt-file", tmp_path / "binary")
-    assert (
-        fails("generate", power, "--prompt", "x", "--temperature", "-1")
-        == "temperature must be a finite number of at least 0; got -1.0"
-    )
-    assert fails("generate", power, "--prompt", "x", "--seed", "-1").startswith("seed must be an integer from 0 ")
     assert "needs a document of 1,000,001 tokens" in fails("evaluate", power, "--context", "1000000")
     for again in (power, f"{power}/", f"{folder}/./power", f"{folder}/softmax/../power"):
         assert fails("evaluate", power, again) == f"a run is given twice: {power}, {again}"
     assert fails("sizes", "smal").startswith("a preset is one of nano, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["generate", "--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0"),
+        (["generate", "--temperature", "-1"], "--temperature: expected a finite number of at least 0, got '-1'"),
+        (["generate", "--temperature", "nan"], "--temperature: expected a finite number of at least 0, got 'nan'"),
+        (["generate", "--top-k", "0"], "--top-k: must be at least 1, got 0"),
+        (["generate", "--top-p", "0"], "--top-p: expected a number above 0 and at most 1, got '0'"),
+        (["generate", "--top-p", "1.5"], "--top-p: expected a number above 0 and at most 1, got '1.5'"),
+        (["generate", "--seed", "-1"], "--seed: must be at least 0, got -1"),
+        (["generate", "--seed", "1" * 5000], f"--seed: expected an integer of at least 0, got '{'1' * 60}'..."),
+        (["ar-hits", "--frequent", "1" + "0" * 30], f"--frequent: must be below 2**63, got 1{'0' * 30}"),
+        (["ar-hits", "--frequent", "-1"], "--frequent: must be at least 0, got -1"),
+    ],
+)
+def test_numbers_that_an_option_cannot_have_are_refused_before_a_model_is_loaded(fails, words, line):
+    prompt = ["--prompt", "x"] if words[0] == "generate" else []
+    assert fails(words[0], "/nowhere", *prompt, *words[1:]) == f"argument {line} (see sympow {words[0]} --help)"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\r\nb", "a\x1b[2Kb", "a\u2028b", "a\tb"])
+def test_an_error_is_one_line_whatever_is_in_a_path(folder, fails, tmp_path, name):
+    """Only the text before a line end was printed, and codes of the terminal went to it."""
+    shown, run = name.encode("unicode_escape").decode(), tmp_path / name
+    assert f"{tmp_path}/{shown}" in fails("generate", run, "--prompt", "x")
+    run.mkdir()
+    assert f"{tmp_path}/{shown} cannot be written: it is a folder" in fails("evaluate", folder / "power", "--csv", run)
+    assert shown in fails("train", f"{folder}/tiny.py:power", f"data.path={run}/texts", "--out", tmp_path / "new")
+    assert shown in fails("train", "demo", f"--{name}")
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_told(folder, tmp_path):
+    run = shutil.copytree(folder / "power", tmp_path / os.fsdecode(b"\xff"))
+    words = [sys.executable, "-m", "sympow", "train", f"{folder}/tiny.py", "--out", str(run)]
+    done = subprocess.run(words, capture_output=True, env=os.environ | {"PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"})
+    assert done.stderr == b"" and done.stdout == bytes(run) + b" has finished already, at step 4 of 4\n"
 
 
 class Piped:
@@ -613,9 +650,19 @@ def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words
         (["--texts", 10**9], "a list of 1,000,000,000 texts needs 64 GB of memory; this machine has 4.0 GB free"),
     ],
 )
-def test_passkeys_that_no_memory_holds(folder, fails, monkeypatch, words, message):
+def test_texts_that_no_memory_holds(folder, fails, monkeypatch, words, message):
     monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
-    assert fails("passkey", folder / "power", *words) == message
+    for command in ("passkey", "needles"):
+        assert fails(command, folder / "power", *words) == message
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "x", "--prompt=--"], ["sizes", "--layers=--"], ["train", "x", "--out=--"]]
+)
+def test_two_dashes_are_no_value(fails, words):
+    """argparse gives an empty list for them."""
+    option = words[-1].removesuffix("=--")
+    assert fails(*words).startswith(f"argument {option}: expected a value, got '--'")
 
 
 def test_sizes_of_powers_without_a_bound(fails):

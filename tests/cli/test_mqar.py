@@ -1,5 +1,7 @@
 """The commands of associative recall, and its errors in one line."""
 
+import re
+
 import pytest
 
 from sympow.cli import main
@@ -100,3 +102,13 @@ def test_errors_are_one_line(recipe, fails, tmp_path):
     assert not (tmp_path / "out").exists()
     (tmp_path / "other.csv").write_text("a\n1\n")
     assert "holds no results of recall" in fails("mqar-figures", str(tmp_path / "other.csv"), *out)
+
+
+@pytest.mark.parametrize("field", ["examples", "validation_examples", "test_examples", "train.0.length"])
+@pytest.mark.parametrize("number", [10**13, 2**62])
+def test_data_that_no_memory_holds(recipe, tmp_path, capsys, field, number):
+    """NumPy would name an array, or ask for memory until the system ends the process."""
+    words = ["mqar", recipe, f"{field}={number}", "--out", str(tmp_path / "out"), "--executor", "process"]
+    assert main([*words, "--device", "cpu", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"ValueError: data of [\d,]+ examples with a length of [\d,]+ needs .* of memory; this ", error)

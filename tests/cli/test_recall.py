@@ -121,9 +121,16 @@ def test_recall_probe(folder, capsys):
         (["ar-hits", "{}/power", "{}/power/"], "a run is given twice"),
         (["ar-hits", "{}/power", "--csv", "{}/no/such.csv"], "cannot be written"),
         (["ar-hits", "{}/power", "--context", "5000", "--quiet"], "a context of 5,000 needs a document of"),
-        (["ar-hits", "{}/power", "--frequent", "-1", "--quiet"], "frequent must be at least 0, got -1"),
         (["recall-probe", "{}/power", "--pairs", "256"], "vocab_size is too small"),
         (["recall-probe", "{}/nothing"], "nothing"),
+        (
+            ["recall-probe", "{}/power", "--length", str(2**62)],
+            "length = 4,611,686,018,427,387,904 with queries in 128 passages needs",
+        ),
+        (
+            ["recall-probe", "{}/power", "--queries", str(2**62)],
+            "with queries in 288,230,376,151,711,744 passages need",
+        ),
         (["ar-hits", "{}/power", "--plot", "{}/x.xyz"], "x.xyz: an image is one of "),
     ],
 )

@@ -45,6 +45,8 @@ def test_unknown_fields_are_refused_by_name():
         ({"seed": True}, TypeError, "data seed must be int, got True"),
         ({"pack": "no"}, TypeError, "data pack must be bool, got 'no'"),
         ({"vocab_size": 0}, ValueError, "data vocab_size must be positive, got 0"),
+        ({"held_out_path": ""}, ValueError, "data held_out_path cannot be empty"),
+        ({"tokenizer": ""}, ValueError, "data tokenizer cannot be empty"),
         ({"tokenizer": "none"}, ValueError, "tokenizer 'none' is for kind 'zarr'"),
         ({"kind": "zarr", "path": "a", "tokenizer": "none"}, ValueError, "'none' needs vocab_size"),
         ({"kind": "text", "path": "a", "end_token": 1}, ValueError, "end_token does not apply to kind 'text', got 1"),

@@ -70,8 +70,10 @@ def test_rows_of_files_and_one_document(tmp_path):
 
 
 def test_texts_that_fill_no_row(tmp_path, source):
-    with pytest.raises(ValueError, match=r"no row of 9,999 tokens for train.zarr"):
-        build_corpus(tmp_path / "out", source, **BYTES, row_tokens=9999)
+    for size, written in ((9999, "9,999"), (2**62, "4,611,686,018,427,387,904")):
+        line = f"^row_tokens is {written}: the source gives no row of so many tokens for train.zarr$"
+        with pytest.raises(ValueError, match=line):
+            build_corpus(tmp_path / "out", source, **BYTES, row_tokens=size)
 
 
 def test_a_name_twice_is_refused(tmp_path):

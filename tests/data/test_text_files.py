@@ -198,6 +198,7 @@ def test_many_names_are_shortened(tmp_path):
         ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], r"a.jsonl.gz cannot be read as .gz: "),
         ("a.jsonl.gz", b'{"text": "a"}\n', r"a.jsonl.gz cannot be read as .gz: Not a gzipped file"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a.jsonl, line 2: expected a JSON object, got what is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 100_000 + b"\n", r"a.jsonl, line 2: expected .* nested too deeply"),
         ("a.jsonl", b'["a"]\n', r"""a.jsonl, line 1: expected a JSON object, got '\["a"\]'"""),
         ("a.jsonl", b'\n{"text": ["a"]}\n', r"a.jsonl, line 2: expected a string in the field 'text', got \['a'\]"),
     ],

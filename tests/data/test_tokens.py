@@ -122,6 +122,7 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
         BPETokenizer(json.dumps(content))
 
 
+BPE_VOCABULARY = spec()["model"]["vocab"]
 ADDED = {"id": 300, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -171,6 +172,25 @@ def test_the_form_nfc_is_told():
     assert own.decode(own.encode("cafe\u0301")) == "caf\xe9"
 
 
+def test_added_tokens_that_remove_white_space_are_told():
+    own = BPETokenizer(json.dumps(spec(added_tokens=[ADDED | {"content": "<x>", "rstrip": True}])))
+    assert own.strips and not BPE.strips
+    assert own.decode(own.encode("one <x> two")) == "one <x>two"
+
+
+@pytest.mark.parametrize("content", ["naïve", "Ġbe", "\u0106", "<é>", "<x>", "力"])
+def test_an_added_token_is_its_own_text(content):
+    """Its letters are not those by which other tokens write bytes."""
+    model = without_a_byte("\u0106")
+    model["vocab"] = {token: place for place, token in enumerate(model["vocab"])}
+    own = BPETokenizer(json.dumps(spec(model=model, added_tokens=[ADDED | {"content": content}])))
+    tokens = own.encode(f"a {content} b")
+    assert own.token_bytes[tokens[2]] == content.encode() and own.decode(tokens) == f"a {content} b"
+    assert own.decode(own.encode("\x06")) == "\ufffd"  # by no merge
+    decoder = StreamDecoder(own)
+    assert "".join(decoder.push([token]) for token in tokens) + decoder.finish() == f"a {content} b"
+
+
 def without_a_byte(character: str = "!") -> dict:
     model = spec()["model"]
     del model["vocab"][character]
@@ -215,6 +235,12 @@ def test_rare_bytes_may_lack_and_their_characters_are_replaced(tmp_path):
         (json.dumps(spec(pre_tokenizer=split("[a-z]+", "Removed", invert=True))), "got the pre-tokenizer 'Split'"),
         (json.dumps(spec(pre_tokenizer=split(QWEN, "Removed"))), "got the pre-tokenizer 'Split'"),
         ("[" * 100_000, "is not JSON"),
+        (json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "UnicodeScripts"}, LEVEL]})),
+         "got the pre-tokenizer 'UnicodeScripts'"),
+        (json.dumps(spec(model=spec()["model"] | {"vocab": BPE_VOCABULARY | {"zz": 5}})), "several tokens with the s"),
+        (json.dumps(spec(model=without_a_byte("\u0106"), added_tokens=[ADDED | {"content": "<x>"}])), "the same id"),
+        (json.dumps(spec(added_tokens=[ADDED | {"id": BPE_VOCABULARY["Ġ"], "content": "Ġ"}])),
+         "got the added token 'Ġ', which also stands for b' '"),
     ],
 )  # fmt: skip
 def test_foreign_files_are_refused_in_one_line(tmp_path, content, message):

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from sympow.cli import main
@@ -158,3 +159,25 @@ def test_a_config_that_is_larger_than_its_weights_is_refused(tmp_path, changes, 
         with pytest.raises(ValueError, match=message) as error:
             load_model_of(tmp_path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.embedding.weight", lambda x: x * float("nan"), "embedding.weight holds values that are not finite"),
+        ("model.final_norm.weight", lambda x: x + 1j, "final_norm.weight is of C64, not F64"),
+        ("model.final_norm.weight", lambda x: x.int(), "final_norm.weight is of I32, not F64"),
+        ("lm_head.weight", lambda x: x, "a lm_head.weight that is not its embedding"),
+    ],
+)
+def test_weights_that_would_be_changed_are_refused(name, change, message, tmp_path):
+    from_native(LanguageModel(ModelConfig(16, 8, 1, 2), seed=3)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[name] = change(weights.get(name, torch.ones(16, 8)))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message) as error:
+        load_exported(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read: it has an adapter beside its weights"):
+        load_exported(tmp_path)
+    assert "\n" not in str(error.value) and str(error.value).count(str(tmp_path)) == 1

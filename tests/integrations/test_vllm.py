@@ -220,6 +220,36 @@ def test_what_is_refused(tmp_path, name, line):
 
 
 @needs_vllm
+@pytest.mark.parametrize(
+    ("key", "change", "line"),
+    [
+        ("model.embedding.weight", torch.Tensor.long, "is of torch.int64, not F64, F32, F16, BF16"),
+        (
+            "model.layers.0.block.mixer.out.weight",
+            lambda x: x.to(torch.complex64),
+            "is of torch.complex64, not F64, F32,",
+        ),
+        ("model.layers.1.block.mlp_in.weight", lambda x: x * torch.inf, "holds values that are not finite"),
+        ("model.final_norm.weight", lambda x: x[:1].clone(), "has shape [1], the model needs [128]"),
+        ("model.layers.1.block.mixer_norm.weight", lambda x: x[:1].clone(), "has shape [1], the model needs [128]"),
+        ("model.layers.7.block.mixer.out.weight", None, "is not one of the model"),
+    ],
+)
+def test_weights_that_a_copy_would_change_are_refused(tmp_path, key, change, line):
+    """A cast would drop an imaginary part, and a copy would repeat a weight along an axis."""
+    from safetensors.torch import load_file, save_file
+
+    from sympow.integrations.transformers.folders import from_native
+
+    from_native(make("llama")).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[key] = torch.zeros(3) if change is None else change(weights[key])
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    done = serve(tmp_path, [])
+    assert done.returncode != 0 and f"{tmp_path} cannot be read: its weight {key} {line}" in done.stderr
+
+
+@needs_vllm
 @pytest.mark.parametrize("name", ["llama", "gpt2", "hybrid of windows, delta rule and gated softmax"])
 def test_compiled_models(tmp_path, name):
     """On a CPU torch.compile makes one graph, in which a layer's states are one operator."""

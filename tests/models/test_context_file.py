@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -270,8 +271,92 @@ def test_another_version_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("sympow.models.context_file.VERSION", 2)
     save_context(tmp_path / "x.ctx", built, Context.begin(built))
     monkeypatch.undo()
-    with pytest.raises(ContextError, match="has version 2 of the format; this one reads 1"):
+    with pytest.raises(ContextError, match=r"^\S+x\.ctx has version 2 of the format; this one reads 1"):
         load_context(tmp_path / "x.ctx", built)
+
+
+def at(*path, value):
+    """A change of what a header says: the value at a path."""
+
+    def change(content):
+        for name in path[:-1]:
+            content = content[name]
+        content[path[-1]] = value
+
+    return change
+
+
+LAYER = ("tree", "fields", "layers", "list", 0)
+MEMORY = (*LAYER, "fields", "behind", "fields")
+CACHE = ("tree", "fields", "layers", "list", 1, "fields")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            at("rows", value=10**12),
+            r"expected logits \[1000000000000, 61\] of the next token, got torch.float32 \[1, 61",
+        ),
+        (at("rows", value=-1), "expected rows of tokens; got -1 rows of 43 tokens"),
+        (at("rows", value=True), "got True rows"),
+        (at("tokens", value="-3"), "got 1 rows of -3 tokens"),
+        (at("digest", value="x"), "expected a dtype and a digest; got 'float32' and 'x'"),
+        (at("dtype", value=[1]), r"got \[1\] and"),
+        (at("tree", value=None), "expected a state of 3 layers, got NoneType"),
+        (at("tree", "fields", "layers", value=None), "expected a state of 3 layers, got ModelState"),
+        (at(*LAYER, value=None), "does not hold the states of this model"),
+        (at(*LAYER, value={"tensor": "logits", "dtype": "float32"}), "does not hold the states of this model"),
+        (at(*MEMORY, "memory", "fields", "p", value={"int": "9" * 14}), "a PowerState of p=99999999999999"),
+        (at(*MEMORY, "memory", "fields", "p", value={"tensor": "logits", "dtype": "float32"}), "does not hold"),
+        (at(*MEMORY, "position", value={"int": "-1"}), "expected a number of tokens, got int: -1"),
+        (at(*MEMORY, "position", value={"int": "42"}), "must have position = 43, the tokens read; got 42"),
+        (at("tokens", value="44"), "must have position = 44, the tokens read; got 43"),
+        (at(*MEMORY, "position", value={"list": []}), "expected a number of tokens, got list"),
+        (at(*MEMORY, "position", value={"int": "1" * 30}), "expected a number of tokens, got int: 1111111"),
+        (
+            at(*LAYER, "fields", "past", "dtype", value="float16"),
+            "expected a tensor of torch.float32, got torch.float16",
+        ),
+        (at(*CACHE, "k", value={"tensor": "logits", "dtype": "float32"}), "expected a cache of 43 tokens"),
+        (
+            at(*CACHE, "length", value={"int": "9" * 14}),
+            r"expected a cache of 99999999999999 tokens, .*; got \[1, 2, 43",
+        ),
+        (at(*CACHE, "length", value={"int": "1"}), "expected a cache of 1 tokens"),
+        (at(*CACHE, "length", value=True), "expected a cache of True tokens"),
+        (at(*CACHE, "limit", value={"int": "-5"}), "holds at most -5"),
+        (at(*CACHE, "k", "dtype", value="int64"), "expected a tensor of torch.float32, got torch.int64"),
+    ],
+)
+def test_states_of_other_sizes_are_refused(change, message, tmp_path, monkeypatch):
+    """Whoever writes a file can write its checksum too."""
+    built, file, dumps = model("hybrid"), tmp_path / "x.ctx", json.dumps
+
+    def changed(content, **options):
+        if "tree" in content:
+            change(content)
+        return dumps(content, **options)
+
+    monkeypatch.setattr("sympow.models.context_file.json.dumps", changed)
+    save_context(file, built, Context.begin(built).read(built, tokens()))
+    monkeypatch.undo()
+    with pytest.raises(ContextError, match=message) as caught:
+        load_context(file, built)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_number_of_tokens_that_the_states_deny_is_refused(case, tmp_path):
+    """The states of some mixers do not count tokens."""
+    built, file = model(case), tmp_path / "x.ctx"
+    context = replace(Context.begin(built).read(built, tokens()), tokens=44)
+    save_context(file, built, context)
+    if case in ("power-data", "rwkv7", "rwkv4", "state-space"):
+        assert load_context(file, built).tokens == 44
+    else:
+        with pytest.raises(ContextError, match=r"= 44, the tokens read; got 43$"):
+            load_context(file, built)
 
 
 def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path):

@@ -341,3 +341,13 @@ def test_complex_weights_are_refused():
     weights["embedding.weight"] = weights["embedding.weight"] + 1j
     with pytest.raises(TypeError, match=r"^weights must be real; got embedding.weight of torch.complex64$"):
         model.load_state_dict(weights)
+
+
+def test_weights_that_are_integers_are_refused():
+    """Those of a quantized model, whose scale would be lost."""
+    for name in ("embedding.weight", "blocks.1.mixer.qkv.weight"):
+        model = LanguageModel(preset("mini", vocab_size=9))
+        weights = model.state_dict()
+        weights[name] = (weights[name] * 100).to(torch.int8)
+        with pytest.raises(TypeError, match=rf"^weights must be floating-point numbers; got {name} of torch.int8$"):
+            model.load_state_dict(weights)

@@ -1,4 +1,4 @@
-from math import factorial
+from math import comb, factorial
 
 import pytest
 import torch
@@ -37,6 +37,13 @@ def test_dimensions_as_published():
     assert [tpow_dim(64, p) for p in range(2, 7)] == [4096, 262144, 16777216, 1073741824, 68719476736]
     assert [spow_dim(64, p) for p in range(2, 7)] == [2080, 45760, 766480, 10424128, 119877472]
     assert tspow_dim(64, 2, 8) == 2304
+
+
+def test_dimensions_of_large_powers():
+    """Also of those that a damaged config names, at once."""
+    for p in (255, 256, 257, 300):
+        assert spow_dim(5, p) == comb(p + 4, 4)
+    assert spow_dim(4, 10**15) == (10**15 + 3) * (10**15 + 2) * (10**15 + 1) // 6
 
 
 @pytest.mark.parametrize(("key_dim", "p"), [(1, 3), (2, 5), (4, 3), (7, 2), (5, 1)])

@@ -42,6 +42,20 @@ def test_files_that_are_no_state(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="not a readable PowerState file"):
         PowerState.load(path)
+    some_state().save(path)
+    content = torch.load(path)
+    for change, message in (
+        ({"p": 10**14}, "holds no PowerState: a PowerState of p=100000000000000"),
+        ({"p": None}, "holds no PowerState: "),
+        ({"s": [1]}, "holds no PowerState: "),
+        ({"s": content["s"].half()}, "holds no PowerState: a PowerState is float32"),
+    ):
+        torch.save(content | change, path)
+        with pytest.raises(ValueError, match=message):
+            PowerState.load(path)
+    torch.save({name: value for name, value in content.items() if name != "z"}, path)
+    with pytest.raises(ValueError, match="holds no PowerState: it has no 'z'"):
+        PowerState.load(path)
     torch.save({"weights": torch.ones(3)}, path)
     with pytest.raises(ValueError, match="is not a PowerState file"):
         PowerState.load(path)

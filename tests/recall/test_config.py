@@ -19,12 +19,18 @@ def refusal(build) -> str:
     return str(refused.value)
 
 
+def test_a_config_of_any_depth_is_made_at_once():
+    """A model of this depth is refused where it is made; a check of every layer would not end."""
+    assert RecallConfig(replace(SOFTMAX, layers=10**12)).model.n_layers == 10**12
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"architecture.heads": "3"}, "d_model must be a multiple of n_heads"),
         ({"architecture.head_dim": "48"}, "attention: width 64 is no multiple of head_dim 48"),
         ({"architecture.layers": "0"}, "n_layers must be an integer of at least 1"),
+        ({"width": "1000000000"}, "width = 1,000,000,000 needs "),
         ({"architecture.mixers.0.name": "softmx"}, "a mixer is one of"),
         ({"architecture.mixers.0.options.hedas": "2"}, "the softmax mixer has no option 'hedas'"),
         ({"architecture.mixers.0.options.rotation": "data"}, "rotation is one of fixed, none"),

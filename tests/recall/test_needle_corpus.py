@@ -174,7 +174,7 @@ def test_a_row_has_no_more_facts_than_half_of_it_holds():
 
     text = bytes(needle_row(Prose(Letters(), "".join(PROSE)), Letters(), 600, np.random.default_rng(0)).tolist())
     assert text.count(b"pass key") >= 4
-    with pytest.raises(ValueError, match=r"expected rows of at least \d+ tokens, in which a fact fits; got 100"):
+    with pytest.raises(ValueError, match=r"row_tokens must be at least \d+, so that a fact fits; got 100"):
         needle_row(Prose(Letters(), "".join(PROSE)), Letters(), 100, np.random.default_rng(0))
 
 
@@ -215,8 +215,10 @@ def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_pat
 
 
 def test_rows_beyond_memory_are_refused_at_once(sources, tmp_path):
-    with pytest.raises(ValueError, match=r"a row of 10,000,000,000,000 tokens needs .* of memory; this machine has"):
+    with pytest.raises(ValueError, match=r"row_tokens = 10,000,000,000,000 needs .* of memory; this machine has"):
         build_needle_corpus(tmp_path / "long", sources / "texts", BPE, row_tokens=10**13)
+    with pytest.raises(ValueError, match=r"^rows = 1,000,000,000,000 needs .* of memory; this machine has"):
+        build_needle_corpus(tmp_path / "long", sources / "texts", BPE, rows=10**12)
     assert not (tmp_path / "long").exists()
 
 
@@ -244,7 +246,7 @@ def test_the_command(sources, tmp_path, capsys):
         assert out == [f"{tmp_path}/n/{split}.zarr: {rows} rows of 512 tokens" for split, rows in counts.items()]
     (tmp_path / "empty.txt").write_text(" ")
     for more, line in (
-        (["--out", f"{tmp_path}/short", "--row-tokens", "40"], "expected rows of at least"),
+        (["--out", f"{tmp_path}/short", "--row-tokens", "40"], "row_tokens must be at least"),
         (["--out", f"{tmp_path}/n"], "holds a corpus of row_tokens 512, not 16384"),
         (["--out", f"{tmp_path}/n", "--rows", "3", "--row-tokens", "512", "--every", "9"], "holds a corpus of every "),
         (["--out", f"{sources}/texts"], "holds something else than a corpus"),

@@ -282,6 +282,23 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
         (COMPLETIONS, {"best_of": 2}, "best_of", "expected 1, got 2"),
         (COMPLETIONS, {"suffix": "end"}, "suffix", 'expected "", got "end"'),
         (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "expected fal"),
+        (CHAT, {"best_of": 2}, "best_of", "expected 1, got 2"),
+        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format.type", 'expected "text", got "js'),
+        (COMPLETIONS, {"min_p": 0.1}, "min_p", "expected 0, got 0.1"),
+        (CHAT, {"repetition_penalty": 1.1}, "repetition_penalty", "expected 1, got 1.1"),
+        (COMPLETIONS, {"guided_json": {"type": "object"}}, "guided_json", "expected null, got an object"),
+        (CHAT, {"guided_choice": ["a", "b"]}, "guided_choice", "expected null, got a list"),
+        (CHAT, {"structured_outputs": {"regex": "a+"}}, "structured_outputs", "expected null, got an object"),
+        (COMPLETIONS, {"stop_token_ids": [3]}, "stop_token_ids", "expected [], got a list"),
+        (COMPLETIONS, {"ignore_eos": True}, "ignore_eos", "expected false, got true"),
+        (CHAT, {"min_tokens": 2}, "min_tokens", "expected 0, got 2"),
+        (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "expected {}, got an object"),
+        (
+            CHAT,
+            {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "expecte",
+        ),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
@@ -301,6 +318,12 @@ def test_what_is_not_supported_is_called_so(app, path, fields, param, message):
     error = answer.json["error"]
     assert answer.status == 400 and error["param"] == param and error["code"] == "not_supported"
     assert error["message"].startswith(f"{param}: not supported; {message}")
+
+
+def test_fields_of_vllm_that_ask_for_nothing_are_accepted(app):
+    fields = {"min_p": 0, "repetition_penalty": 1.0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None}
+    for path in (COMPLETIONS, CHAT):
+        assert post(app, path, valid(path, "small") | fields).status == 200
 
 
 @pytest.mark.parametrize(

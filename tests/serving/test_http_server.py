@@ -168,6 +168,7 @@ def test_bytes_that_are_no_http(server):
         ("evil.example", ["--allowed-host", "a.example"], 403),
         ("a.example:80", ["--allowed-host", "a.example", "--allowed-host", "b"], 200),
         ("evil.example", ["--allowed-host", "*"], 200),
+        ("[2001:db8::1]:80", ["--allowed-host", "2001:db8::1"], 200),
         ("evil.example", ["--host", "0.0.0.0"], 200),
         ("evil.example", ["--host", "0.0.0.0", "--allowed-host", "a.example"], 403),
         ("evil.example", ["--host", "localhost"], 403),
@@ -241,15 +242,28 @@ def test_keys(tmp_path, monkeypatch):
 def test_errors_are_one_line(folder, tmp_path, capsys):
     for words, message in (
         ([str(tmp_path)], "no run at"),
-        ([str(folder), "--port", "70000"], "a port is a number from 0 to 65,535; got 70000"),
-        ([str(folder), "--queue", "-1"], "queue must be an integer of at least 0; got -1"),
         ([str(folder), "--host", "192.0.2.1"], ""),
     ):
         assert main(["serve", *words, "--device", "cpu"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("sympow: error: ") and message in error and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        main(["serve", str(folder), "--slots", "0"])
+    for option, message in (
+        ("--slots=0", "argument --slots: must be at least 1, got 0"),
+        ("--port=70000", "argument --port: must be below 65,536, got 70000"),
+        ("--queue=-1", "argument --queue: must be at least 0, got -1"),
+        ("--timeout=0", "argument --timeout: expected a finite number above 0, got '0'"),
+        ("--timeout=nan", "argument --timeout: expected a finite number above 0, got 'nan'"),
+        ("--grace=-1", "argument --grace: expected a finite number of at least 0, got '-1'"),
+        ("--host=", "argument --host: an address cannot be empty; 0.0.0.0 means all of this machine"),
+        ("--host= ", "argument --host: an address cannot be empty"),
+        ("--allowed-host=http://a.example", "expected a name without scheme and port, such as example.org, got 'http:"),
+        ("--allowed-host=a.example:80", "expected a name without scheme and port, such as example.org, got 'a.ex"),
+        ("--allowed-host=", "expected a name without scheme and port"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["serve", str(folder), option])
+        error = capsys.readouterr().err
+        assert error.startswith("sympow: error: ") and message in error and error.count("\n") == 1
 
 
 def test_sizes_of_the_prefix_cache(folder, tmp_path, capsys, monkeypatch):

@@ -155,6 +155,7 @@ def test_a_worker_stays_with_a_group_and_then_helps_others(tmp_path):
         ('{"result": [', "Expecting value"),
         ("", "Expecting value"),
         (b"\xff", "'utf-8' codec can't decode"),
+        ("[" * 100_000, "lists and objects are nested too deeply"),
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, content, found):

@@ -152,6 +152,8 @@ def test_foreign_files(tmp_path):
     assert refusal(path).endswith("it is a GGUF file, of which `sympow convert` makes a run")
     with pytest.raises(FileNotFoundError, match=r"00000001\.pt is no checkpoint in the folder of a run"):
         fine_tuning_run(path)
+    with pytest.raises(FileNotFoundError, match=r"^/dev/null is no checkpoint in the folder of a run"):
+        fine_tuning_run("/dev/null")
     evil = Evil(tmp_path / "executed")
     path.write_bytes(pickle.dumps(evil))
     assert refusal(path).endswith("it is not an archive as torch.save writes it")
@@ -205,6 +207,11 @@ def test_weights_must_fit_the_model():
         restore_model(model, {**state, "extra": torch.ones(1)}, "x.pt")
     with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: 'weight' is torch.complex64, weights are"):
         restore_model(model, {**state, "weight": state["weight"] + 1j}, "x.pt")
+    for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn):
+        with pytest.raises(CheckpointError, match=rf"x.pt does not fit .*: 'weight' is {dtype}, weights are real"):
+            restore_model(model, {**state, "weight": state["weight"].to(dtype)}, "x.pt")
+    with pytest.raises(CheckpointError, match=r"x.pt cannot be used: its weight 'weight' holds values .* not finite"):
+        restore_model(model, {**state, "weight": state["weight"].double() * 1e300}, "x.pt", dtype=torch.float32)
     for value in (math.nan, math.inf):
         with pytest.raises(CheckpointError, match=r"x.pt cannot be used: its weight 'bias' holds values .* not finite"):
             restore_model(model, {**state, "bias": torch.tensor([0, value])}, "x.pt")

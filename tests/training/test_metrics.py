@@ -48,9 +48,10 @@ def test_tensorboard_has_every_step_once(tmp_path):
 
 
 def test_foreign_metrics_are_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("step,loss\n1,2\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl is not a file of JSON lines: "):
-        MetricsWriter(tmp_path, 0)
+    for text in ("step,loss\n1,2\n", "[" * 100_000 + "\n"):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"metrics.jsonl is not a file of JSON lines: "):
+            MetricsWriter(tmp_path, 0)
 
 
 @pytest.mark.parametrize("row", ["{}", "[1]", '{"step": null}'])

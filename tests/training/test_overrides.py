@@ -96,6 +96,7 @@ def test_literals_and_unions():
         ("model.mixers.1.name=softmax", "model.mixers has the elements 0 to 0, not '1'"),
         ("model.mixers.0.name=sotfmax", "a mixer is one of .* got 'sotfmax'"),
         ("model.mixers.0.options.q=1", "no option 'q'"),
+        ("model.mixers.0.options.p=" + "[" * 100_000, "the option 'p' of the .* mixer must be an integer"),
         ("training.steps", "an override is written key=value, got 'training.steps'"),
         ("=3", "an override is written key=value, got '=3'"),
     ],

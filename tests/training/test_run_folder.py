@@ -89,6 +89,9 @@ def test_a_refused_config_is_named_with_its_file(tmp_path, change, message):
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert str(error.value).startswith(f"{file}: {message}")
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON: lists and objects are nested too deeply"):
+        load_model(folder)
     save_checkpoint(replace(whole, config=whole.config | change), folder, 1)
     with pytest.raises(ValueError) as error:
         load_model(latest(folder))

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sympow.layers.registry import UntrustedCodeError
+
 
 @contextmanager
 def reading(source: str | os.PathLike[str]) -> Iterator[None]:
@@ -14,16 +16,21 @@ def reading(source: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         source: the folder, the file or the id on the Hugging Face Hub.
 
-    Raises ImportError where a package is missing, FileNotFoundError for a file that is missing or cannot be opened, and
-    ValueError for all else that cannot be read, such as a file of weights that is cut.
+    Raises UntrustedCodeError for a config that names code (see `sympow.layers.trust_code`), ImportError where a package
+    is missing, FileNotFoundError for a file that is missing or cannot be opened, and ValueError for all else, such as a
+    file of weights that is cut.
     """
     try:
         yield
+    except UntrustedCodeError as error:
+        raise UntrustedCodeError(f"{source} cannot be read: {error}") from None
     except ImportError as error:
         raise ImportError(f"reading {source} needs more packages: {_line(error)}") from error
     except OSError as error:
         raise FileNotFoundError(f"{source} cannot be read: {_line(error)}") from error
     except Exception as error:  # transformers raises errors of all kinds for files that are not as it expects
+        if str(error).startswith(f"{source} cannot be read: "):
+            raise
         raise ValueError(f"{source} cannot be read: {_line(error)}") from error
 
 

@@ -19,6 +19,7 @@ from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.modeling import SympowForCausalLM
+from sympow.integrations.transformers.weight_files import check_finite, check_no_adapter
 from sympow.integrations.transformers.weights import native_name, weights
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
@@ -115,13 +116,18 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
 def load_exported(folder: Path) -> LanguageModel:
     """Loads the native model of a folder that `to_transformers` made, in evaluation mode.
 
-    Raises ValueError for a model of another type, and the errors of `reading`, such as ValueError for a file of weights
-    that is cut.
+    Raises ValueError for a model of another type and for weights that are not finite, and the errors of `reading`,
+    such as ValueError for a file of weights that is cut.
     """
     _check_type(folder)
     with reading(folder):
+        check_no_adapter(folder)
         model = SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    return native_view(model)
+        native = native_view(model)
+    for name, weight in weights(model).items():
+        if weight.is_floating_point():
+            check_finite(weight, name, str(folder))
+    return native
 
 
 def _check_type(folder: Path) -> None:
@@ -158,7 +164,13 @@ def to_native(model: SympowForCausalLM) -> LanguageModel:
 
 
 def native_view(model: SympowForCausalLM) -> LanguageModel:
-    """Makes a native model that shares the weights of a `SympowForCausalLM`, in evaluation mode."""
+    """Makes a native model that shares the weights of a `SympowForCausalLM`, in evaluation mode.
+
+    Raises ValueError for a head that is not the embedding to which the config ties it.
+    """
+    head, embedding = model.lm_head.weight, model.model.embedding.weight
+    if model.config.tie_word_embeddings and head is not embedding and not torch.equal(head, embedding):
+        raise ValueError("the model has tie_word_embeddings = True, and a lm_head.weight that is not its embedding")
     native = Undrawn(model.config.model_config)
     state = {native_name(name): tensor for name, tensor in weights(model).items()}
     for name, tensor in weights(native).items():

@@ -74,6 +74,8 @@ _INTEGERS = (
     "rope.dimension_count", "attention.key_length", "attention.value_length", _ROPE + "original_context_length",
 )  # fmt: skip
 _TRUTHS = ("attention.causal", _ROPE + "finetuned")  # one has a single value, and nothing depends on the other
+_KNOWN = {*_FIELDS, *_OTHERS, *_MULTIPLIERS, _WINDOW, *_TRUTHS, *(_ROPE + field for field in _SCALING)}
+_MAY_BE_0 = (_WINDOW, _ROPE + "original_context_length")
 
 
 class GGUFHeader(NamedTuple):
@@ -180,8 +182,8 @@ def _header(path: Path, data: Any, sizes: Mapping[int, tuple[int, int]]) -> GGUF
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[int, int]] = {}
     alignment = fields.get("general.alignment", 32)
-    if not _is_integer(alignment) or alignment < 1 or alignment & (alignment - 1):
-        raise _Cut(f"its alignment is {alignment!r}")
+    if not _is_integer(alignment) or alignment < 8 or alignment & (alignment - 1):
+        raise _Cut(f"its general.alignment is {short(alignment)}; expected a power of 2 of at least 8")
     end = 0  # of the tensors so far
     for _ in range(count):
         name = reader.string("the name of a tensor")
@@ -248,22 +250,29 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
         known = scaling or field in _FIELDS or field in _OTHERS or field in _MORE.get(str(kind), ())
         usual = _OTHERS.get(field)
         if not known or (usual is not None and value != usual):
-            raise ValueError(f"{name} has {kind}.{field} = {_short(value)}, which is not known here")
+            raise ValueError(f"{name} has {kind}.{field} = {short(value)}, which is not known here")
         if field == f"{_ROPE}type":
             expected, right = "a text", isinstance(value, str)
         elif field in _INTEGERS:
-            expected, right = "an integer", _is_integer(value)
+            least = 0 if field in _MAY_BE_0 else 1
+            expected, right = f"an integer of at least {least}", _is_integer(value) and value >= least
+        elif field in _TRUTHS:
+            expected, right = "true or false", isinstance(value, bool)
         else:
-            expected, right = "a number", field in _TRUTHS or _is_number(value)
+            expected, right = "a number", _is_number(value)
         if not right:
-            raise ValueError(f"{name} has {kind}.{field} = {_short(value)}; expected {expected}")
+            raise ValueError(f"{name} has {kind}.{field} = {short(value)}; expected {expected}")
+    for field in header.fields:
+        prefix, _, rest = field.partition(".")
+        if prefix != kind and (field in _KNOWN or rest in _KNOWN):
+            raise ValueError(f"{name} has {field}, which is not of its architecture, {kind}")
     for field in _FIELDS:
         if field not in own:
             raise ValueError(f"{name} lacks the field {kind}.{field}")
     config: dict[str, Any] = {"model_type": kind} | {theirs: own[field] for field, theirs in _FIELDS.items()}
     tokens = header.fields.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list):
-        raise ValueError(f"{name} has tokenizer.ggml.tokens = {_short(tokens)}; expected a list")
+        raise ValueError(f"{name} has tokenizer.ggml.tokens = {short(tokens)}; expected a list")
     config["vocab_size"] = own.get("vocab_size", len(tokens))
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
     if kind != "qwen2":
@@ -336,6 +345,7 @@ def _is_number(value: Any) -> bool:
     return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Returns a value as Python writes it, or its beginning."""
     text = repr(value)
     return text if len(text) < 60 else f"{text[:60]}..."

@@ -6,12 +6,13 @@ transformers can convert it too, but then splits texts differently from the file
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sympow.data.tokenizer_files import CONFIG, GENERATION
-from sympow.integrations.transformers.gguf_file import read_header
+from sympow.integrations.transformers.gguf_file import read_header, short
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,22 +33,23 @@ def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name.startswith("tokenizer")}
 
 
-def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
+def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[str, str]:
     """Makes the files beside a tokenizer.json of special tokens and the chat template, as `read_beside` returns them.
 
     Args:
         fields: the result of `gguf_fields`.
+        name: of the file, for the message.
 
     Raises ValueError for a special token or a template that is none.
     """
-    numbers = {kind: fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
-    numbers["pad"] = fields.get("tokenizer.ggml.padding_token_id")
+    kinds = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    numbers = {kind: fields.get(f"tokenizer.ggml.{field}_token_id") for kind, field in kinds.items()}
     numbers = {kind: number for kind, number in numbers.items() if number is not None}
-    settings = {f"{kind}_token": _token(fields, number) for kind, number in numbers.items()}
-    if "tokenizer.chat_template" in fields:
-        settings["chat_template"] = fields["tokenizer.chat_template"]
-        if not isinstance(settings["chat_template"], str):
-            raise ValueError(f"expected a text as tokenizer.chat_template; got {settings['chat_template']!r}")
+    settings = {f"{kind}_token": _token(fields, kinds[kind], name) for kind in numbers}
+    template = fields.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{name}: expected a text as tokenizer.chat_template; got {short(template)}")
+    settings |= {} if template is None else {"chat_template": template}
     generation = {f"{kind}_token_id": number for kind, number in numbers.items()}
     return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
@@ -75,10 +77,15 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         )
     tokens, types = value("tokens"), value("token_type")
     for field, of in (("tokens", str), ("merges", str), ("token_type", int)):
-        if not isinstance(value(field), list) or not all(isinstance(each, of) for each in value(field)):
+        if not isinstance(value(field), list) or not all(type(each) is of for each in value(field)):
             raise ValueError(f"{name} has no list of {of.__name__} as tokenizer.ggml.{field}")
-    if len(types) != len(tokens):
-        raise ValueError(f"{name} has {len(tokens)} tokens and the types of {len(types)}")
+    for field, of_each in (("token_type", types), ("scores", value("scores"))):
+        if of_each is not None and (not isinstance(of_each, list) or len(of_each) != len(tokens)):
+            got = f"{len(of_each)}" if isinstance(of_each, list) else short(of_each)
+            raise ValueError(f"{name} has {len(tokens)} tokens, and tokenizer.ggml.{field} of {got}")
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
+        raise ValueError(f"{name} has the token {twice!r} twice in tokenizer.ggml.tokens")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [i for i, each in enumerate(types) if each in (_CONTROL, _USER_DEFINED)]
     model = {
@@ -100,32 +107,33 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         "added_tokens": [{"id": i, "content": tokens[i]} | plain for i in added],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitter},
-        "post_processor": _post_processor(fields),
+        "post_processor": _post_processor(fields, name),
         "decoder": _BYTES | {"add_prefix_space": True},
         "model": model,
     }
     return json.dumps(spec, ensure_ascii=False)
 
 
-def _token(fields: Mapping[str, Any], number: Any) -> str:
-    """Returns the text of a token. Raises ValueError for a number that is none of a token."""
-    tokens = fields.get("tokenizer.ggml.tokens", ())
+def _token(fields: Mapping[str, Any], kind: str, name: str) -> str:
+    """Returns the text of a special token. Raises ValueError for a number that is none of a token."""
+    tokens, number = fields.get("tokenizer.ggml.tokens", ()), fields[f"tokenizer.ggml.{kind}_token_id"]
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tokens):
-        raise ValueError(f"expected a special token below {len(tokens)} in a GGUF file; got {number!r}")
+        expected = f"expected a special token below {len(tokens)} as tokenizer.ggml.{kind}_token_id"
+        raise ValueError(f"{name}: {expected}; got {short(number)}")
     return str(tokens[number])
 
 
-def _post_processor(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _post_processor(fields: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     """Returns the part of a tokenizer.json that puts tokens before and behind a text; None if there are none."""
 
-    def token(name: str, usual: bool) -> list[str]:
-        number = fields.get(f"tokenizer.ggml.{name}_token_id")
-        added = fields.get(f"tokenizer.ggml.add_{name}_token", usual)
+    def token(kind: str, usual: bool) -> list[str]:
+        added = fields.get(f"tokenizer.ggml.add_{kind}_token", usual)
         if not isinstance(added, bool):
-            raise ValueError(f"expected true or false as tokenizer.ggml.add_{name}_token; got {added!r}")
-        if number is None or not added:
+            expected = f"expected true or false as tokenizer.ggml.add_{kind}_token"
+            raise ValueError(f"{name}: {expected}; got {short(added)}")
+        if fields.get(f"tokenizer.ggml.{kind}_token_id") is None or not added:
             return []
-        return [_token(fields, number)]
+        return [_token(fields, kind, name)]
 
     first, last = token("bos", fields.get("tokenizer.ggml.pre") == "llama-bpe"), token("eos", False)
     if not first and not last:

@@ -18,7 +18,7 @@ from sympow.integrations.transformers.cache import CACHE, SympowCache, moved, on
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.padding import document_starts, kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
-from sympow.integrations.transformers.weight_files import stored_shapes
+from sympow.integrations.transformers.weight_files import check_dtypes, stored_weights
 from sympow.integrations.transformers.weights import is_loaded, native_name, weights
 from sympow.layers import MixerState, trust_code
 from sympow.layers.initial import draw_normal
@@ -76,12 +76,14 @@ class SympowPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _check_sizes(cls, folder: str | os.PathLike[str], config: Any) -> None:
-        found = stored_shapes(folder)
+        found = stored_weights(folder)
         if found is None:
             return
         config = config if isinstance(config, SympowConfig) else SympowConfig.from_pretrained(config or folder)
+        if getattr(config, "quantization_config", None) is None:
+            check_dtypes(found, str(folder))
         try:
-            check_shapes(config.model_config, {native_name(name): shape for name, shape in found.items()})
+            check_shapes(config.model_config, {native_name(name): each.shape for name, each in found.items()})
         except UntrustedCodeError:
             raise
         except ValueError as error:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.sources import check_fields, check_shapes, neighbouring_pairs, rope_scaling
-from sympow.integrations.transformers.weight_files import safetensors_files
+from sympow.integrations.transformers.weight_files import (
+    FLOATS,
+    check_dtypes,
+    check_finite,
+    in_safetensors,
+    safetensors_files,
+)
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.models.lm import Undrawn
 
@@ -37,7 +43,6 @@ _EXPECTED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _LONGEST = {"brumby": 32768, "powercoder": 4096}
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {
     "model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_head": "head", "input_layernorm": "mixer_norm",
     "post_attention_layernorm": "mlp_norm", "self_attn.q_proj": "mixer.qkv", "self_attn.k_proj": "mixer.qkv",
@@ -130,15 +135,11 @@ def load_power_model(source: str | os.PathLike[str], stored: Mapping[str, Any]) 
     found: dict[str, tuple[int, ...]] = {}
     dtypes: set[torch.dtype] = set()
     for file in files:
-        with reading(file), safe_open(file, "pt") as opened:
-            slices = {key: opened.get_slice(key) for key in opened.keys() if _is_read(key)}  # noqa: SIM118
-            kinds = {key: each.get_dtype() for key, each in slices.items()}
-            shapes = {key: tuple(each.get_shape()) for key, each in slices.items()}
-        for key, dtype in kinds.items():
-            if dtype not in _DTYPES:
-                raise ValueError(f"{name} cannot be read: its weight {key} is of {dtype}, not {', '.join(_DTYPES)}")
-        found |= shapes
-        dtypes |= {_DTYPES[each] for each in kinds.values()}
+        with reading(file):
+            stored_here = {key: each for key, each in in_safetensors(file).items() if _is_read(key)}
+        check_dtypes(stored_here, name)
+        found |= {key: each.shape for key, each in stored_here.items()}
+        dtypes |= {FLOATS[each.dtype] for each in stored_here.values()}
     config = power_config(stored, "lm_head.weight" in found, name)
     if config.tie_embeddings:
         found.pop("lm_head.weight", None)
@@ -153,7 +154,9 @@ def load_power_model(source: str | os.PathLike[str], stored: Mapping[str, Any]) 
             with reading(file), safe_open(file, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
                     if key in found:
-                        place(key, opened.get_tensor(key), own, config)
+                        weight = opened.get_tensor(key)
+                        check_finite(weight, key, name)
+                        place(key, weight, own, config)
     return model.eval()
 
 

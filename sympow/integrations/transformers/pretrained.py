@@ -40,7 +40,13 @@ from sympow.integrations.transformers.sources import (
     rope_scaling,
     unfused,
 )
-from sympow.integrations.transformers.weight_files import stored_shapes
+from sympow.integrations.transformers.weight_files import (
+    FLOATS,
+    check_dtypes,
+    check_finite,
+    check_no_adapter,
+    stored_weights,
+)
 from sympow.models import LanguageModel, ModelConfig
 
 # Of a file that a model may lack.
@@ -84,6 +90,7 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         config = source.config
         check_fields(config.to_dict(), type(source).__name__)
         weights, tokenizer, beside, name = source.state_dict(), None, {}, type(source).__name__
+        _check_stored({key: tuple(each.shape) for key, each in weights.items()}, config, name)
         rotation = _rotation(config, {}, name)
     else:
         where, name = _place(source), str(source)
@@ -91,13 +98,17 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         if header is not None:
             check_fields({"model_type": header.fields.get("general.architecture")}, name, IN_GGUF)
         stored = model_config(header) if header is not None else _stored_config(source, where)
+        if header is None:
+            with reading(source):
+                check_no_adapter(source)
         if header is None and stored.get("model_type") in POWER_MODELS:
             return _power(source, where, stored)
         check_fields(stored, name, ARCHITECTURES if header is not None else (*ARCHITECTURES, *POWER_MODELS))
         with reading(source):
-            found = header.shapes if header is not None else stored_shapes(source)
-        if found is not None:
-            _check_layers(stored, found, name)
+            found = None if header is not None else stored_weights(source)
+        names = header.shapes if header is not None else found
+        if names is not None:
+            _check_layers(stored, names, name)
         with reading(source):
             config = AutoConfig.for_model(**stored) if header is not None else AutoConfig.from_pretrained(**where)
         check_fields(config.to_dict(), name)
@@ -114,7 +125,8 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
                 weights = _gguf_weights(header, config)
         else:
             if found is not None:
-                check_shapes(described(config), in_names_of_models(found, config.tie_word_embeddings), name)
+                _check_stored({key: each.shape for key, each in found.items()}, config, name)
+                check_dtypes(found, name)
             weights = _weights(source, where, config)
     native = _native(config, rotation, weights, name)
     return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
@@ -214,7 +226,7 @@ def _tokenizer(
 def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) -> dict[str, str]:
     """Returns the texts of the files beside the tokenizer, by their names. `fields` are those of a GGUF file."""
     if fields is not None:
-        return gguf_beside(fields)
+        return gguf_beside(fields, str(source))
     files = {name: cached_file(str(source), name, **_OPTIONAL) for name in BESIDE}
     return {name: beside_text(Path(file)) for name, file in files.items() if file is not None}
 
@@ -232,6 +244,11 @@ def _stored_config(source: str | os.PathLike[str], where: Mapping[str, Any]) -> 
     return json_object(Path(file))
 
 
+def _check_stored(shapes: Mapping[str, tuple[int, ...]], config: Any, name: str) -> None:
+    """Raises ValueError for weights, by their names in files or models, that are not those of the config."""
+    check_shapes(described(config), in_names_of_models(shapes, config.tie_word_embeddings), name)
+
+
 def _check_layers(stored: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
     """Raises ValueError for more layers than a file has weights: transformers makes a list of them."""
     if stored.get("num_hidden_layers", 1) > len(found):
@@ -243,7 +260,7 @@ def _check_layers(stored: Mapping[str, Any], found: Mapping[str, Any], name: str
 
 def _rotation(config: Any, scaling: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the mixers' options of the rotation, of `config` with `scaling` in place of its own."""
-    rope = {**config.rope_parameters, **scaling}
+    rope = {**config.rope_parameters, **_outside(config), **scaling}
     options: dict[str, Any] = {"rope_base": float(rope["rope_theta"])}
     turning = _head_dim(config)
     share = rope.get("partial_rotary_factor", 1.0)
@@ -255,6 +272,17 @@ def _rotation(config: Any, scaling: Mapping[str, Any], name: str) -> dict[str, A
     return options if found is None else options | {"rope_scaling": found}
 
 
+def _outside(config: Any) -> dict[str, Any]:
+    """Returns the number of the rotation that a config may have beside `rope_parameters`, and that then takes priority.
+
+    transformers does not apply it when it reads the file, but when it makes the model.
+    """
+    length = getattr(config, "original_max_position_embeddings", None)
+    if length is None or config.rope_parameters.get("rope_type") not in ("llama3", "yarn"):
+        return {}
+    return {"original_max_position_embeddings": length}
+
+
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -263,11 +291,18 @@ def _native(config: Any, rotation: Mapping[str, Any], weights: Mapping[str, Tens
     """Makes the native model of a config, with weights by their names in transformers.
 
     `rotation` holds the mixers' options of the rotation.
+
+    Raises ValueError for weights that are quantized, not finite, or on the meta device, and for a head that is not the
+    embedding to which it is tied.
     """
     for key, weight in weights.items():
-        if not weight.is_floating_point() or weight.is_meta:
+        if weight.dtype not in FLOATS.values() or weight.is_meta:
             kind = "on the meta device" if weight.is_meta else f"quantized ({str(weight.dtype).removeprefix('torch.')})"
             raise ValueError(f"{name} cannot be read: its weight {key} is {kind}")
+        check_finite(weight, key, name)
+    head = weights.get("lm_head.weight")
+    if config.tie_word_embeddings and head is not None and not torch.equal(head, weights["model.embed_tokens.weight"]):
+        raise ValueError(f"{name} has tie_word_embeddings = True, and a lm_head.weight that is not its embedding")
     weights, head_dim = unfused(config, weights), _head_dim(config)
     turning = int(rotation.get("rotary_fraction", 1.0) * head_dim)
     first = "model.layers.0.self_attn."

@@ -5,18 +5,78 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers.utils import cached_file
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of weights that can be read, by their names in safetensors."""
+_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
-def stored_shapes(source: str | os.PathLike[str]) -> dict[str, tuple[int, ...]] | None:
-    """Returns the shapes of the weights in a folder, or of an id on the Hub, by name; None if there are no weights.
+class Stored(NamedTuple):
+    """Holds what a file says of a weight: its shape, and the name of its dtype, as in `FLOATS` if it is one of them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_dtypes(found: Mapping[str, Stored], name: str) -> None:
+    """Raises ValueError for a weight whose dtype is not in `FLOATS`: a cast would lose an imaginary part, or a scale.
+
+    Args:
+        found: by the names of weights.
+        name: of the model, for the message.
+    """
+    for key, each in found.items():
+        if each.dtype not in FLOATS:
+            raise ValueError(f"{name} cannot be read: its weight {key} is of {each.dtype}, not {', '.join(FLOATS)}")
+
+
+def check_weight(weight: Tensor, key: str, name: str) -> None:
+    """Raises ValueError for a weight of a dtype that is not in `FLOATS`, or with values that are not finite.
+
+    Args:
+        weight: a tensor.
+        key: its name.
+        name: of the model, for the message.
+    """
+    check_dtypes({key: _stored(weight)}, name)
+    check_finite(weight, key, name)
+
+
+def check_finite(weight: Tensor, key: str, name: str) -> None:
+    """Raises ValueError for a weight with values that are not finite in float32.
+
+    Args:
+        weight: a floating-point tensor.
+        key: its name.
+        name: of the model, for the message.
+    """
+    most = torch.finfo(torch.float32).max
+    if weight.numel() and not all(abs(each.item()) <= most for each in weight.aminmax()):
+        raise ValueError(f"{name} cannot be read: its weight {key} holds values that are not finite")
+
+
+def check_no_adapter(source: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a folder, or an id on the Hub, with an adapter of PEFT, which transformers would load too.
+
+    Args:
+        source: the folder or the id.
+    """
+    if _file(source, "adapter_config.json") is not None:
+        how = "merge it into the weights (merge_and_unload of PEFT), or remove adapter_config.json"
+        raise ValueError(f"{source} cannot be read: it has an adapter beside its weights; {how}")
+
+
+def stored_weights(source: str | os.PathLike[str]) -> dict[str, Stored] | None:
+    """Describes the weights in a folder, or of an id on the Hub, by name; returns None if there are no weights.
 
     Of the files that transformers would read, only the headers are read. Files in the format of PyTorch are read
     without memory for their tensors, and run no code.
@@ -27,10 +87,10 @@ def stored_shapes(source: str | os.PathLike[str]) -> dict[str, tuple[int, ...]] 
     for whole in _WHOLE:
         file = _file(source, whole)
         if file is not None:
-            return _shapes([file])
+            return _described([file])
         index = _file(source, f"{whole}.index.json")
         if index is not None:
-            return _shapes([_shard(source, index, name) for name in _shards(index)])
+            return _described([_shard(source, index, name) for name in _shards(index)])
     return None
 
 
@@ -72,23 +132,25 @@ def _shard(source: str | os.PathLike[str], index: Path, name: str) -> Path:
     return file
 
 
-def _shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def _described(files: list[Path]) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
     for file in files:
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as opened:
-                found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        else:
-            found = _shapes_of_archive(file)
-        shapes |= found
-    return shapes
+        found |= in_safetensors(file) if file.suffix == ".safetensors" else _in_archive(file)
+    return found
 
 
-def _shapes_of_archive(file: Path) -> dict[str, tuple[int, ...]]:
+def in_safetensors(file: Path) -> dict[str, Stored]:
+    """Describes the weights in a file of the format safetensors, by name. Raises the errors of safetensors."""
+    with safe_open(file, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: Stored(tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+
+
+def _in_archive(file: Path) -> dict[str, Stored]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning about pickles, of files that are refused then
         content: Any = torch.load(file, map_location="meta", weights_only=True)
-    if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
+    if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
         raise ValueError(f"{file} must hold weights by name")
     memory = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in content.values()}
     if sum(memory.values()) > file.stat().st_size:
@@ -96,4 +158,8 @@ def _shapes_of_archive(file: Path) -> dict[str, tuple[int, ...]]:
     for name, each in content.items():
         if each.numel() * each.element_size() > each.untyped_storage().nbytes():
             raise ValueError(f"the weight {name} in {file} is larger than its memory")
-    return {name: tuple(each.shape) for name, each in content.items()}
+    return {name: _stored(each) for name, each in content.items()}
+
+
+def _stored(weight: Tensor) -> Stored:
+    return Stored(tuple(weight.shape), _NAMES.get(weight.dtype, str(weight.dtype)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.platforms import current_platform
 
 from sympow.integrations.transformers.modeling import native_name
+from sympow.integrations.transformers.weight_files import check_weight
 from sympow.integrations.vllm.attention import CachedAttention
 from sympow.integrations.vllm.blocks import page_size, rank_blocks, trusted_config
 from sympow.integrations.vllm.inputs import keeps_cache
@@ -69,6 +70,7 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         config = trusted_config(vllm_config.model_config)
+        self.source = str(vllm_config.model_config.model)
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.d_model)
         normed = BODIES[config.body].norms_embedding and config.embedding_norm
         self.embedding_norm = BODIES[config.body].norm(config) if normed else None
@@ -108,28 +110,45 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads this rank's part of every weight, by names in transformers. Returns the names of loaded weights."""
+        """Loads this rank's part of every weight, by names in transformers. Returns the names of loaded weights.
+
+        Raises ValueError for a weight that the model does not have, of another shape, of a dtype from which a cast
+        would lose something, or with values that are not finite.
+        """
         own = dict(self.named_parameters()) | dict(self.named_buffers())
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         for name, tensor in own.items():
             if name.endswith("qkv_start"):
                 tensor.zero_()  # older weights lack it: their biases include the initial value
+        tables = {"embedding.weight": self.embedding, "head.weight": self.lm_head}
         loaded = set()
         for theirs, whole in weights:
-            name = native_name(theirs)
-            if name == "embedding.weight":
-                self.embedding.weight_loader(self.embedding.weight, whole)
-            elif name == "head.weight":
-                name = "lm_head.weight"
-                self.lm_head.weight_loader(self.lm_head.weight, whole)
-            elif name.startswith("blocks."):
+            check_weight(whole, theirs, self.source)
+            name, part, served = native_name(theirs), whole, None
+            if name in tables:
+                table = tables[name]
+                self._check_shape(theirs, whole, (table.org_vocab_size, table.embedding_dim))
+                table.weight_loader(table.weight, whole)
+                loaded.add("lm_head.weight" if name == "head.weight" else name)
+                continue
+            if name.startswith("blocks."):
                 _, layer, inner = name.split(".", 2)
-                name, served = f"blocks.{layer}.block.{inner}", cast(ServedBlock, self.blocks[int(layer)])
-                own[name].data.copy_(rank_part(inner, whole, own[name], served.block, rank, ranks))
-            else:
-                own[name].data.copy_(whole)
+                name = f"blocks.{layer}.block.{inner}"
+                served = cast(ServedBlock, self.blocks[int(layer)]) if name in own else None
+            if name not in own:
+                raise ValueError(f"{self.source} cannot be read: its weight {theirs} is not one of the model")
+            if served is not None and whole.ndim == own[name].ndim:
+                part = rank_part(inner, whole, own[name], served.block, rank, ranks)
+            self._check_shape(theirs, part, own[name].shape)
+            own[name].data.copy_(part)
             loaded.add(name)
         return loaded
+
+    def _check_shape(self, key: str, weight: Tensor, wanted: Sequence[int]) -> None:
+        """Raises ValueError for a weight of another shape, of which a copy could be repeated along an axis."""
+        if tuple(weight.shape) != tuple(wanted):
+            wrong = f"its weight {key} has shape {list(weight.shape)}, the model needs {list(wanted)}"
+            raise ValueError(f"{self.source} cannot be read: {wrong}")
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
         """Tells vLLM that a page is copied as a whole."""

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's interface that this server accepts.
+"""The fields of OpenAI's interface that this server accepts, and those that it calls not supported.
 
 The server refuses unknown fields, and values that it does not support.
 """
@@ -36,9 +36,66 @@ class StreamOptions(_Part):
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, only(False)] = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
 
 
-class Generation(_Body):
+class ResponseFormat(_Part):
+    """Asks for text, the only format that this server has."""
+
+    type: Annotated[Any, only("text")]
+
+
+class VLLMFields(_Body):
+    """Holds the fields that vLLM adds to OpenAI's interface. This server has none of them."""
+
+    add_special_tokens: Annotated[Any, only()] = None
+    allowed_token_ids: Annotated[Any, only()] = None
+    bad_words: Annotated[Any, only([])] = None
+    cache_salt: Annotated[Any, only()] = None
+    early_stopping: Annotated[Any, only(False)] = None
+    ec_transfer_params: Annotated[Any, only()] = None
+    guided_choice: Annotated[Any, only()] = None
+    guided_decoding_backend: Annotated[Any, only()] = None
+    guided_grammar: Annotated[Any, only()] = None
+    guided_json: Annotated[Any, only()] = None
+    guided_regex: Annotated[Any, only()] = None
+    guided_whitespace_pattern: Annotated[Any, only()] = None
+    ignore_eos: Annotated[Any, only(False)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    kv_transfer_params: Annotated[Any, only()] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    logits_processors: Annotated[Any, only([])] = None
+    logprob_token_ids: Annotated[Any, only()] = None
+    min_p: Annotated[Any, only(0)] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    mm_payload: Annotated[Any, only()] = None
+    mm_processor_kwargs: Annotated[Any, only()] = None
+    priority: Annotated[Any, only(0)] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    repetition_detection: Annotated[Any, only()] = None
+    repetition_penalty: Annotated[Any, only(1)] = None
+    request_id: Annotated[Any, only()] = None
+    return_mm_kwargs: Annotated[Any, only(False)] = None
+    return_token_ids: Annotated[Any, only(False)] = None
+    return_token_offsets: Annotated[Any, only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    routed_experts_prompt_start: Annotated[Any, only(0)] = None
+    session_id: Annotated[Any, only()] = None
+    skip_special_tokens: Annotated[Any, only(False)] = None
+    spaces_between_special_tokens: Annotated[Any, only(False)] = None
+    stop_token_ids: Annotated[Any, only([])] = None
+    stream_interval: Annotated[Any, only()] = None
+    structural_tag: Annotated[Any, only()] = None
+    structured_outputs: Annotated[Any, only()] = None
+    thinking_token_budget: Annotated[Any, only()] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    truncation_side: Annotated[Any, only()] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    vllm_xargs: Annotated[Any, only()] = None
+    watermarking: Annotated[Any, only(False)] = None
+
+
+class Generation(VLLMFields):
     """Holds the fields that completions and chat completions share.
 
     A null means the default.
@@ -59,6 +116,10 @@ class Generation(_Body):
     presence_penalty: Annotated[Any, only(0)] = None
     frequency_penalty: Annotated[Any, only(0)] = None
     logit_bias: Annotated[Any, only({})] = None
+    echo: Annotated[Any, only(False)] = None
+    best_of: Annotated[Any, only(1)] = None
+    suffix: Annotated[Any, only("")] = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -74,9 +135,7 @@ class Completion(Generation):
 
     prompt: str | _Tokens | _Texts | Annotated[list[_Tokens], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Annotated[Any, only(False)] = None
-    best_of: Annotated[Any, only(1)] = None
-    suffix: Annotated[Any, only("")] = None
+    prompt_embeds: Annotated[Any, only()] = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -107,18 +166,14 @@ class Message(_Part):
     function_call: Annotated[Any, only()] = None
     annotations: Annotated[Any, only([])] = None
     audio: Annotated[Any, only()] = None
+    reasoning: Annotated[Any, only()] = None
+    reasoning_content: Annotated[Any, only()] = None
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as chat templates read it."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
-
-
-class ResponseFormat(_Part):
-    """Asks for text, the only format that this server has."""
-
-    type: Annotated[Any, only("text")]
 
 
 class ChatCompletion(Generation):
@@ -131,7 +186,14 @@ class ChatCompletion(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    documents: Annotated[Any, only([])] = None
+    include_reasoning: Annotated[Any, only()] = None
+    media_io_kwargs: Annotated[Any, only()] = None
+    return_prompt_text: Annotated[Any, only(False)] = None
     modalities: Annotated[Any, only(["text"])] = None
     tools: Annotated[Any, only([])] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None
