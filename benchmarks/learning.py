@@ -28,7 +28,7 @@ import torch
 from benchmarks.common.measure import read, write
 from benchmarks.context_scaling import cost, found
 from benchmarks.context_scaling.data import name_of, read_documents
-from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
+from benchmarks.context_scaling.grid import BILLION, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
@@ -40,7 +40,6 @@ from sympow.training.step import resolve_device
 TABLE, POSITIONS = RESULTS / "learning.csv", RESULTS / "learning_positions.csv"
 USE = RESULTS / "learning_context.csv"
 CONTROL = "softmax_gate"
-BILLION = 15_259 * DOCUMENT
 COMPILED = 0.5  # the time of compiled steps, of that which `cost.guess` returns
 
 
@@ -62,7 +61,11 @@ SEARCH = (
     "power_delta+p=1", "power_delta+beta_max=1.9", "power_delta+rotary_fraction=1", "power_delta+beta=1",
     "power_delta+short_convolution=0", "softmax_gate+rotation=none", "power+rotation=none",
     "power_delta+p=3+head_dim=32+value_dim=64", "power_delta+beta=0.5", "power_delta+beta_bias=2",
-    "power_delta+beta_bias=-2",
+    "power_delta+beta_bias=-2", "power_delta+p=4+head_dim=16+value_dim=64", "power_delta+p=4+head_dim=24+value_dim=64",
+)  # fmt: skip
+OFFSETS = (
+    "power_delta+offset=0.09", 'heads_delta+options={"offset":0.09}', "power_delta+offset=0.3",
+    "power_delta+offset=1", "power_delta+offset=0.09+beta=0.5", "power_delta+beta=0.5", "power_delta+beta_bias=-2",
 )  # fmt: skip
 FIELD = ("window32", "softmax", "window+window=2112", "window+window=512", "hybrid_window+p=1")
 SLOW = ("gated_delta_net", "rwkv7")  # a run of 100 million tokens takes eight minutes alone
@@ -118,10 +121,15 @@ GRIDS: dict[str, list[LearningRun]] = {
         MIDDLE,
         seeds=(0,),
     ),
+    # An offset of the scores, alone and with other strengths of a write.
+    "offset": runs(OFFSETS, (4096,)),
+    "offset_1024": runs(OFFSETS[:2], (1024,)),
+    "offset_middle": runs(OFFSETS[:2], (4096,), MIDDLE),
+    "offset_long": runs(OFFSETS[:2], (4096,), LONG, seeds=(0,)),
     "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),
-    "long": runs(("power_delta", "softmax_gate", "power"), (4096,), LONG),
+    "long": runs(("power_delta", "heads_delta", "softmax_gate", "power"), (4096,), LONG),
     # Claims of the papers. [SCRA] Table 4: equal states and FLOPs; Figures 3 and 1: linear attention beside a window of
     # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.
     "scra_states": [*runs(("softmax",), (1024,), MIDDLE), *runs(("window", "power"), (4096,), MIDDLE)],
@@ -130,7 +138,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "scra_bodies": runs(("body_power", "body_softmax", "body_window"), (65_536,)),
     "cst_contexts": runs(("published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
     "based": runs(("based",), (1024, 4096)),
-    "billion": runs(("power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
+    "billion": runs(("heads_delta", "power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
     # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
     # p = 1 in turns, and a window of 32 as the control with next to no context.
     "rates_field": runs(

@@ -18,6 +18,7 @@ EVALUATIONS = 8  # of the held-out loss along a run
 SHORT = 460 * DOCUMENT
 MIDDLE = 1_528 * DOCUMENT
 LONG = 4_584 * DOCUMENT
+BILLION = 15_259 * DOCUMENT
 
 
 @dataclass(frozen=True)

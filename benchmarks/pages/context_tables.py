@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.bigram import not_learned
 from benchmarks.common.measure import read
 from benchmarks.context_scaling.found import Found, read_table
-from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
+from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
@@ -23,18 +23,20 @@ from sympow.recall.results import group
 
 Row = dict[str, Any]
 
-# By the names of `benchmarks.learning`: the five kinds of models, with both hybrids and two windows.
+# By the names of `benchmarks.learning`: the kinds of models, with hybrids and a window.
 MODELS = {
     "softmax_gate": "softmax, gate",
     "hybrid_heads_delta": "hybrid, windows and delta rule",
     "hybrid_delta_gate": "hybrid, delta rule",
     "hybrid_power_gate": "hybrid, power",
+    "heads_delta": "windows and delta rule",
     "window": "window of 1,024",
     "power_delta": "delta rule, p = 2",
     "power": "power, p = 2",
 }
 MISSING = "Not measured yet."
 CONTROL = "window32"  # sees next to no context
+TREND = (SHORT, MIDDLE, LONG, BILLION)  # tokens of training
 FIVE = ("softmax_gate", "hybrid_heads_delta", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
@@ -185,7 +187,7 @@ def _losses(losses: Sequence[float]) -> str:
 
 
 def _millions(tokens: int) -> str:
-    return f"{tokens / 1e6:,.0f}M"
+    return f"{tokens / 1e6:,.0f}M" if tokens < BILLION else f"{tokens / 1e9:,.0f}B"
 
 
 def draw(evidence: Evidence) -> Any:
@@ -220,7 +222,7 @@ def draw(evidence: Evidence) -> Any:
         axis.margins(x=0.15, y=0.15)
         axis.grid(True, color="0.9")
         axis.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(f"17.8M weights, {_millions(tokens)} tokens of training, {count}: a point is a run", fontsize=10)
     return figure
 
@@ -229,7 +231,7 @@ def draw_trend(evidence: Evidence) -> Any:
     """Returns the figure: the loss of each model, times that of gated softmax attention, against tokens of training."""
     figure, (axis,) = panels(1, (6.4, 3.8), dpi=200)
     for place, (variant, name) in enumerate(MODELS.items()):
-        pairs = [(tokens, ratio) for tokens in (SHORT, MIDDLE, LONG)
+        pairs = [(tokens, ratio) for tokens in TREND
                  for ratio in evidence.ratios(variant, TRAINED_AT, tokens)]  # fmt: skip
         if pairs:
             look = {"color": f"C{place}", "marker": "osD^vPXh"[place]}
@@ -237,13 +239,13 @@ def draw_trend(evidence: Evidence) -> Any:
             means = [(tokens, mean(ratio for at, ratio in pairs if at == tokens)) for tokens in {at for at, _ in pairs}]
             axis.plot(*zip(*sorted(means), strict=True), **look, label=name)
     axis.set_xscale("log")
-    axis.set_xticks([SHORT, MIDDLE, LONG], [_millions(tokens) for tokens in (SHORT, MIDDLE, LONG)], minor=False)
+    axis.set_xticks(TREND, [_millions(tokens) for tokens in TREND], minor=False)
     axis.set_xticks([], minor=True)
     axis.set_xlabel("tokens of training")
     axis.set_ylabel("loss, times that of gated softmax attention")
     set_grid([axis])
     shared_legend(figure, [axis])
-    figure.suptitle(f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon: a point is a run", fontsize=10)
+    axis.set_title(f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon: a point is a run", fontsize=10)
     return figure
 
 

@@ -223,6 +223,8 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"({window:.3f} against {delta:.3f}, three runs and one)" in TEXT and window > delta
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"({window:.3f} against {delta:.3f} nats, one run each)" in TEXT and window > delta
+    both = loss("heads_delta", LONG)
+    assert f"Both in half of the heads have {both:.3f} nats then (one run)" in TEXT and both < delta
     ratio = fmean(long["hybrid_heads_delta"]) / fmean(long["softmax_gate"])
     assert f"and {ratio:.3f} times in rows of 16,384 (three pairs each)" in TEXT
     delta, heads = (loss(each, MIDDLE) / gate for each in ("hybrid_delta_gate", "hybrid_heads_delta"))
