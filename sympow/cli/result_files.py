@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import sys
 import tempfile
@@ -9,6 +10,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+_LONGEST_LINE = 1 << 20  # characters of a line with the names of columns
 
 
 def check_image(file: str | None) -> None:
@@ -52,6 +55,48 @@ def check_writable(file: str | None, replaced: bool = False) -> None:
             place.open("ab").close()
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def check_table(file: str | None, columns: Collection[str]) -> None:
+    """Raises ValueError if `file` exists and is no table of results; the table will take its place.
+
+    Raises also as `check_writable`.
+
+    Args:
+        file: the path of a table of results, as for `check_writable`.
+        columns: names that the first line of such a table has. An empty file is accepted.
+    """
+    check_writable(file)
+    line = _first_line(file)
+    try:
+        names = next(csv.reader([line]), []) if line else []
+    except csv.Error:
+        names = []
+    if line != "" and not set(columns) <= set(names):
+        raise ValueError(f"{file} exists and is no table that this command wrote: give another file, or remove it")
+
+
+def check_page(file: str | None, start: str) -> None:
+    """Raises ValueError if `file` exists and does not begin with `start`, as the page that will take its place does.
+
+    Raises also as `check_writable`.
+    """
+    check_writable(file)
+    line = _first_line(file)
+    if line != "" and not (line or "").startswith(start):
+        raise ValueError(f"{file} exists and is no page that this command wrote: give another file, or remove it")
+
+
+def _first_line(file: str | None) -> str | None:
+    """Returns the first line of a text file, "" where there is none or an empty file, and None where it is no text."""
+    if file is None or not Path(file).is_file():
+        return ""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            line = opened.readline(_LONGEST_LINE)
+            return "" if line == "\n" and not opened.read(1) else line
+    except UnicodeDecodeError:
+        return None
 
 
 @contextmanager
