@@ -89,10 +89,12 @@ class PowerDeltaAttention(AttentionMixer):
             raise ValueError(f"beta_bias must be finite; got {beta_bias}")
         if not (math.isfinite(offset) and offset >= 0):
             raise ValueError(f"offset must be finite and not negative; got {offset}")
-        if offset and (self.head_dim < 2 or (rotation != "none" and self.rotary_dim in (None, self.head_dim))):
+        turned = 0 if rotation == "none" else self.rotary_dim or self.head_dim
+        if offset and (self.head_dim < 2 or turned == self.head_dim):
             raise ValueError(
                 "offset takes the last channel of queries and keys: it needs head_dim of at least 2, and a "
-                f"rotary_fraction below 1 or rotation='none'; got head_dim={self.head_dim}, {rotation=}"
+                "rotary_fraction that leaves this channel, or rotation='none'; got "
+                f"head_dim={self.head_dim}, {rotation=}, {turned} rotated channels"
             )
         if beta is not None and (beta_bias, beta_max) != (0.0, 1.0):
             raise ValueError("beta_bias and beta_max are of a learned beta; leave beta None")
@@ -125,8 +127,8 @@ class PowerDeltaAttention(AttentionMixer):
     def mix_step(self, x: Tensor, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
         inputs, position = self._inputs(x, state.position), state.position + x.shape[1]
         if x.shape[1] == 1 and not torch.is_grad_enabled():
-            options = {"p": self.p, "qk_norm": not self.offset}
-            y, memory = power_delta_rule_step(*inputs, state=state.memory, inplace=True, **options)
+            options: dict[str, Any] = {"p": self.p, "qk_norm": not self.offset, "inplace": True}
+            y, memory = power_delta_rule_step(*inputs, state=state.memory, **options)
         else:
             y, memory = power_delta_rule(*inputs, initial_state=state.memory, return_state=True, **self._options())
         if memory is None:

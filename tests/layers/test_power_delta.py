@@ -35,7 +35,7 @@ def test_the_offset_of_scores(p):
         ({"offset": float("nan")}, "offset must be finite and not negative; got nan"),
         ({"offset": 0.1, "rotary_fraction": 1.0}, "needs head_dim of at least 2, and a rotary_fraction"),
         ({"offset": 0.1, "head_dim": 1, "rotation": "none"}, "needs head_dim of at least 2"),
-        ({"offset": 0.1, "head_dim": 2}, "or rotation='none'; got head_dim=2, rotation='fixed'"),
+        ({"offset": 0.1, "head_dim": 2}, "got head_dim=2, rotation='fixed', 2 rotated channels"),
     ],
 )
 def test_offsets_are_checked(options, message):
@@ -61,7 +61,14 @@ def test_offsets_are_checked(options, message):
 def test_an_offset_of_vectors_of_every_size(dtype, size, offset):
     """Whole and token by token, the layer does what the specification does with vectors of norm 1 in float64."""
     torch.manual_seed(1)
-    options = {"offset": offset, "n_kv_heads": 1, "beta": 1.0, "rotation": "none", "short_convolution": 0}
+    options = {
+        "offset": offset,
+        "n_kv_heads": 1,
+        "beta": 1.0,
+        "gate": False,
+        "rotation": "none",
+        "short_convolution": 0,
+    }
     layer = PowerDeltaAttention(12, 2, **options, head_norm=False, output_gate=False).to(dtype)
     x = torch.randn(2, 5, 12).to(dtype)
     with torch.no_grad():
@@ -76,10 +83,9 @@ def test_an_offset_of_vectors_of_every_size(dtype, size, offset):
         return torch.cat([own, last], dim=-1) / math.sqrt(1 + offset)
 
     with torch.no_grad():
-        _, _, v, beta, log_g = layer._inputs(x, 0)
-        q, k, _ = layer.heads(x)
-        doubles = [each.double() for each in (vectors(q), vectors(k), v, beta, log_g)]
-        expected = power_delta_rule(*doubles, qk_norm=False, impl="reference").out
+        q, k, v = layer.heads(x)
+        beta = torch.ones(k.shape[:3], dtype=torch.float64)
+        expected = power_delta_rule(vectors(q), vectors(k), v.double(), beta, qk_norm=False, impl="reference").out
         state, steps = layer.mix_state(2), []
         for t in range(5):
             y, state = layer.mix_step(x[:, t : t + 1], state)
