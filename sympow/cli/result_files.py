@@ -11,12 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+# How images begin, by their types.
+_IMAGES = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xm", "eps": b"%!PS", "ps": b"%!PS", "jpg": b"\xff\xd8",
+           "jpeg": b"\xff\xd8", "webp": b"RIFF", "gif": b"GIF"}  # fmt: skip
 _LONGEST_LINE = 1 << 20  # characters of a line with the names of columns
 
 
 def check_image(file: str | None) -> None:
     """Raises ValueError if matplotlib draws no images of the type of `file`, ImportError without matplotlib.
 
+    Raises ValueError also if `file` exists and does not begin as images of this type do: it is not to be replaced.
     Raises also as `check_writable`.
     """
     if file is None:
@@ -25,6 +29,11 @@ def check_image(file: str | None) -> None:
     types = image_types()
     if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in types:
         raise ValueError(f"{file}: an image is one of {', '.join(sorted(types))}; got {kind!r}")
+    if Path(file).is_file():
+        with open(file, "rb") as opened:
+            start = opened.read(4)
+        if start and not start.startswith(_IMAGES.get(kind, b"")):
+            raise ValueError(f"{file} exists and is no image of the type {kind}: give another file, or remove it")
 
 
 def image_types() -> Collection[str]:

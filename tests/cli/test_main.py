@@ -448,6 +448,18 @@ def test_files_of_others_are_not_replaced(command, option, what, content, fails,
     assert "exists and is" not in fails(command, "no run", option, file)
 
 
+@pytest.mark.parametrize("kind", ["png", "pdf", "svg", "jpg"])
+def test_only_images_are_replaced_by_images(kind, fails, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    file = tmp_path / f"x.{kind}"
+    file.write_text("my notes")
+    line = fails("evaluate", "no run", "--plot", file)
+    assert line == f"{file} exists and is no image of the type {kind}: give another file, or remove it"
+    assert file.read_text() == "my notes"
+    matplotlib.Figure().savefig(file)
+    assert "exists and is" not in fails("evaluate", "no run", "--plot", file)
+
+
 @pytest.mark.parametrize("words", [["evaluate", "no run", "--plot", "x.png"], ["ar-hits", "no run", "--plot", "x.png"],
                                    ["kernel-corpus", "--out", "corpus", "--plot", "x.png"], ["demo"]],
                          ids=lambda words: words[0])  # fmt: skip
