@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import read, write
+from benchmarks.common.measure import csv_file, read, write
 from benchmarks.context_scaling.data import Documents, name_of, read_documents
 from benchmarks.context_scaling.grid import SCALES
 from sympow.evaluation import count_bigrams
 
 WINDOW = 32
+COLUMNS = ("window", "loss", "weights", "tokens", "corpus")
 TABLE = Path(__file__).parent / "results" / "bigram.csv"
 ROUNDS = 50  # of expectation and maximization; the loss is the same to 1e-6 after 30
 
@@ -67,7 +68,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bigram", description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     parser.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
-    parser.add_argument("--csv", type=Path, default=TABLE, help="file that gets the row (default: the committed)")
+    table = partial(csv_file, columns=COLUMNS)
+    parser.add_argument("--csv", type=table, default=TABLE, help="file that gets the row (default: the committed)")
     args = parser.parse_args()
     try:
         row = bigram_row(read_documents(SCALES[args.scale], args.corpus))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.measure import commit, processor, write
+from benchmarks.common.measure import commit, csv_file, processor, write
 from sympow.models import Context, ContextError, LanguageModel, ModelConfig, load_context, save_context
 
 READ = 43  # tokens of the file that is damaged
@@ -116,7 +116,7 @@ def main() -> None:
     """Reads the options, measures, and writes two rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context_damage", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="writers that are killed (default: 100)")
-    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file the rows are written to")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.common.measure import measured, write
+from benchmarks.common.measure import csv_file, measured, write
 from sympow.data import open_corpus
 from sympow.layers.state_file import STATE_DTYPES
 from sympow.models import Context, LanguageModel, load_context, save_context
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--read", type=int, default=4096, help="tokens read before the file (default: 4096)")
     parser.add_argument("--predicted", type=int, default=256, help="tokens predicted behind it (default: 256)")
     parser.add_argument("--rows", type=int, default=8, help="held-out documents (default: 8)")
-    parser.add_argument("--csv", type=Path, help="write the rows to a file")
+    parser.add_argument("--csv", type=csv_file, help="write the rows to a file")
     options = parser.parse_args()
     rows = measure(options.run, options.read, options.predicted, options.rows)
     for row in rows:

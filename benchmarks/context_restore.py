@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.common.measure import commit, processor, write
+from benchmarks.common.measure import commit, csv_file, processor, write
 from sympow.data import open_corpus
 from sympow.models import Context, generate, load_context, save_context
 from sympow.progress import Progress
@@ -93,7 +93,7 @@ def main() -> None:
                         help="read before a file is written (default: 1,000 to 1,000,000 by tens)")  # fmt: skip
     parser.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (default: 1024)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--csv", type=Path, help="write the rows to a file")
+    parser.add_argument("--csv", type=csv_file, help="write the rows to a file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = measure(options.run, options.tokens, options.chunk)

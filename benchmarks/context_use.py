@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.common.measure import measured, write
+from benchmarks.common.measure import csv_file, measured, write
 from benchmarks.context_scaling.data import name_of, read_data
 from benchmarks.context_scaling.paired import Interval, interval
 from sympow.data import TokenCorpus
@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of `sympow train`")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
-    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file the rows are written to")
     args = parser.parse_args()
     rows: list[Row] = []
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import commit, processor, write
+from benchmarks.common.measure import commit, csv_file, processor, write
 from benchmarks.pages.conversion_report import PAGE, RESULTS, read_rows, write_report
 from sympow.conversion.distillation import load_teacher
 from sympow.data import Tokenizer, open_corpus
@@ -163,7 +163,7 @@ def main() -> None:
     one.add_argument("--position-rows", type=int, default=8, help="(default: 8)")
     one.add_argument("--device", default="auto", help="(default: auto)")
     for command in (logits, one):
-        command.add_argument("--csv", type=Path, required=True, help=f"the rows, as a file of {RESULTS}")
+        command.add_argument("--csv", type=csv_file, required=True, help=f"the rows, as a file of {RESULTS}")
     commands.add_parser("report", help="write docs/results/conversion.md and its figures")
     options = parser.parse_args()
     if options.command == "report":

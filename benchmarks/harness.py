@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import commit, processor, write
+from benchmarks.common.measure import commit, csv_file, processor, write
 
 TASKS = Path(__file__).parent / "harness_tasks"
 
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--end", type=int, default=0, help="the token between texts, if none is named (default: 0)")
     parser.add_argument("--dtype", default="float32", help="of the weights (default: float32)")
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
-    parser.add_argument("--csv", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--csv", type=csv_file, required=True, help="where the rows go")
     options = parser.parse_args()
     about = {"processor": processor(options.device), "torch": torch.__version__, "commit": commit()}
     rows: list[dict[str, Any]] = []

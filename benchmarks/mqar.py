@@ -16,7 +16,7 @@ from shutil import copyfile
 from statistics import median
 from typing import Any
 
-from benchmarks.common.measure import measured
+from benchmarks.common.measure import csv_file, measured
 from sympow.recall import RecallConfig, Sweep, run_sweep, summary
 from sympow.recall.results import Row, chosen, group, read_rows
 from sympow.recall.sweep import EXECUTORS, RESULTS, collect, keep
@@ -34,7 +34,7 @@ def main() -> int:
                         help="only runs with this value, such as width=128; several must all hold")  # fmt: skip
     parser.add_argument("--best-rate", action="store_true",
                         help="other seeds than the first only at the best rate of the first")  # fmt: skip
-    parser.add_argument("--csv", type=Path, required=True, help="file of the rows, gone on with if it has some")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file of the rows, gone on with if it has some")
     parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/ and its name)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--executor", choices=EXECUTORS, default="process", help="(default: process)")
@@ -81,7 +81,6 @@ def main() -> int:
         rows = train(wanted)
     finally:
         if (folder / RESULTS).is_file():
-            args.csv.parent.mkdir(parents=True, exist_ok=True)
             copyfile(folder / RESULTS, args.csv)
     print(summary(rows))
     least = LEAST.get(sweep.name, 0.0)

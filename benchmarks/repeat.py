@@ -17,7 +17,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.common.code_hash import code_hash, part_of
-from benchmarks.common.measure import csv_file, read, write
+from benchmarks.common.measure import read, write
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPEATED = "repeated.csv"
@@ -163,7 +163,7 @@ def confirmed(table: Path, name: str, code: str | None) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.repeat", description=__doc__.splitlines()[0])
     parser.add_argument("name", help="a file of benchmarks/results")
-    parser.add_argument("new", type=csv_file, nargs="+", help="files of rows measured anew")
+    parser.add_argument("new", type=Path, nargs="+", help="files of rows measured anew")
     args = parser.parse_args()
     table = RESULTS / REPEATED
     try:

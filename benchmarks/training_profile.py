@@ -11,12 +11,11 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.measure import measured, write
+from benchmarks.common.measure import csv_file, measured, write
 from benchmarks.training import MIXERS, Shape, attention
 from sympow.models import LanguageModel
 from sympow.training.optimizer import make_optimizer
@@ -84,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of a step (default: 1)")
     parser.add_argument("--mixer", choices=MIXERS, default="power", help="(default: power)")
     parser.add_argument("--steps", type=int, default=4, help="that are recorded (default: 4)")
-    parser.add_argument("--csv", type=Path, required=True, help="file of the rows")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file of the rows")
     args = parser.parse_args()
     device = torch.device("cuda")
     shape = Shape(args.preset, args.vocabulary, args.context, args.rows, args.rows)

@@ -11,12 +11,11 @@ import argparse
 import sys
 import time
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.measure import measured
+from benchmarks.common.measure import csv_file, measured
 from sympow.recall import write_results
 
 LEAST = 0.99
@@ -24,7 +23,7 @@ LEAST = 0.99
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoology_trainer", description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, required=True, help="file the row is written to")
+    parser.add_argument("--csv", type=csv_file, required=True, help="file the row is written to")
     parser.add_argument("--vocab-size", type=int, default=8192, help="(default: 8192)")
     parser.add_argument("--steps", type=int, default=400, help="of 64 rows (default: 400)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="(default: 0.003)")

@@ -149,7 +149,8 @@ def processor(device: str) -> str:
     names = [
         x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")
     ]
-    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{names[0] if names else 'CPU'}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def options(module: str, doc: str) -> argparse.ArgumentParser:
@@ -163,10 +164,20 @@ def options(module: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def csv_file(name: str) -> Path:
-    """Returns the path of a file for rows, as a type of argparse, which refuses a folder before anything is timed."""
-    if Path(name).is_dir():
-        raise argparse.ArgumentTypeError(f"{name} is a folder; expected a file")
+def csv_file(name: str, columns: Sequence[str] = ("processor", "commit")) -> Path:
+    """Returns the path of a file for rows, as a type of argparse, which refuses it before anything is timed.
+
+    A file is refused that exists and is no table with these columns, which tables of benchmarks have. So are a folder,
+    a file in a folder that does not exist, and a device, in whose place there would be a file.
+    """
+    from sympow.cli.result_files import check_table
+
+    try:
+        check_table(name, columns)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if Path(name).exists() and not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"{name} is no regular file")
     return Path(name)
 
 
@@ -190,11 +201,16 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a file of `write`, or of `sympow.recall.write_results`; ValueError for another file.
 
-    Every row has all columns of the file. Cells of the columns TEXTS are text, whatever they look like.
+    Every row has all columns of the file. Cells of the columns TEXTS are text, whatever they look like. "1 threads", as
+    earlier versions wrote it, is read as "1 thread".
     """
     from sympow.recall.results import read_cells
 
-    return [{name: _value(name, text) for name, text in row.items()} for row in read_cells(path)]
+    rows = [{name: _value(name, text) for name, text in row.items()} for row in read_cells(path)]
+    for row in rows:
+        if str(row.get("processor")).endswith(", 1 threads"):
+            row["processor"] = row["processor"].removesuffix("s")
+    return rows
 
 
 def _cell(name: str, value: Any) -> Any:

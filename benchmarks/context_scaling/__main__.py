@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from pathlib import Path
 
 from benchmarks.bigram import not_learned
-from benchmarks.common.measure import measured
+from benchmarks.common.measure import csv_file, measured
 from benchmarks.context_scaling import speed, tables
 from benchmarks.context_scaling.found import Found, read_table
 from benchmarks.context_scaling.grid import SCALES
@@ -52,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     timed.add_argument("--modes", default="eager,compiled", help="(default: %(default)s)")
     timed.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     timed.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
-    timed.add_argument("--csv", type=Path, default=COMMITTED / speed.SPEED, help="file that gets the rows that it "
+    timed.add_argument("--csv", type=csv_file, default=COMMITTED / speed.SPEED, help="file that gets the rows that it "
                        "lacks (default: the committed)")  # fmt: skip
     return parser
 

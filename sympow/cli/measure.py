@@ -46,6 +46,8 @@ the token occurred earlier in the same sequence, and by how often the bigram occ
 a repeated bigram that is rare in training: only recall from the context predicts it. For several runs the command also
 prints how much each part contributes to the gap to the first run, with bootstrap intervals."""
 
+_HITS = "AR hits"  # the title of the page
+
 _RECALL_PROBE = """Asks a model for the values of keys. A sequence consists of random tokens of the model's own
 vocabulary: first pairs of a key and a value, then every key and its value once more between filler tokens. Prints loss
 and accuracy on the second occurrences of values and on filler."""
@@ -164,12 +166,13 @@ def _add_options_of_texts(parser: argparse.ArgumentParser, drawn: str) -> None:
 
 def run_evaluate(options: argparse.Namespace) -> None:
     """Runs `sympow evaluate`."""
-    from sympow.cli.result_files import check_image, check_writable
+    from sympow.cli.result_files import check_image, check_table
     from sympow.cli.run_checks import dtype_of
     from sympow.evaluation import plot_context_losses, write_csv
+    from sympow.evaluation.context_loss import COLUMNS
     from sympow.training.step import resolve_device
 
-    check_writable(options.csv)
+    check_table(options.csv, COLUMNS)
     check_image(options.plot)
     runs = load_runs(options.runs, resolve_device(options.device), dtype_of(options.dtype))
     context = options.context or 4 * max(run.config.training.context for run in runs.values())
@@ -183,15 +186,15 @@ def run_evaluate(options: argparse.Namespace) -> None:
 
 def run_ar_hits(options: argparse.Namespace) -> None:
     """Runs `sympow ar-hits`."""
-    from sympow.cli.recall_tables import measure
-    from sympow.cli.result_files import check_image, check_writable
+    from sympow.cli.recall_tables import COLUMNS, measure
+    from sympow.cli.result_files import check_image, check_page, check_table
     from sympow.cli.scored_models import load_scored
     from sympow.evaluation import plot_ar_hits
     from sympow.evaluation.ar_hits_text import to_html, to_terminal
     from sympow.training.step import resolve_device
 
-    for file in (options.csv, options.html):
-        check_writable(file)
+    check_table(options.csv, COLUMNS)
+    check_page(options.html, to_html([], _HITS).partition("<style>")[0])
     check_image(options.plot)
     models = load_scored(options.runs, resolve_device(options.device))
     measured = measure(
@@ -210,7 +213,7 @@ def run_ar_hits(options: argparse.Namespace) -> None:
     if options.plot:
         plot_ar_hits(measured.losses, options.plot)
     if options.html:
-        page = to_html(measured.examples(options.examples), "AR hits")
+        page = to_html(measured.examples(options.examples), _HITS)
         Path(options.html).write_text(page, encoding="utf-8")
     if options.show:
         (row,) = measured.examples(1)
@@ -229,10 +232,10 @@ def run_recall_probe(options: argparse.Namespace) -> None:
 
 def run_passkey(options: argparse.Namespace) -> int | None:
     """Runs `sympow passkey`."""
-    from sympow.cli.result_files import check_image, check_writable
-    from sympow.evaluation.passkey import passkey_recall, plot_passkeys, write_passkeys
+    from sympow.cli.result_files import check_image, check_table
+    from sympow.evaluation.passkey import PasskeyRow, passkey_recall, plot_passkeys, write_passkeys
 
-    check_writable(options.csv)
+    check_table(options.csv, PasskeyRow._fields)
     check_image(options.plot)
 
     def said(row: PasskeyRow) -> str:
@@ -248,11 +251,11 @@ def run_passkey(options: argparse.Namespace) -> int | None:
 
 def run_needles(options: argparse.Namespace) -> int | None:
     """Runs `sympow needles`."""
-    from sympow.cli.result_files import check_writable
-    from sympow.evaluation.needles import needle_recall, write_needles
+    from sympow.cli.result_files import check_table
+    from sympow.evaluation.needles import NeedleRow, needle_recall, write_needles
     from sympow.evaluation.passkey import FILLER
 
-    check_writable(options.csv)
+    check_table(options.csv, NeedleRow._fields)
     made = {name: getattr(options, name) for name in ("values", "texts", "keys", "hops", "seed", "quiet")}
     try:
         text = FILLER if options.text is None else Path(options.text).read_text(encoding="utf-8")

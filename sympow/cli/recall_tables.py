@@ -27,8 +27,8 @@ _SAID = {
     "frequent": "  repeated, frequent",
     "new": "  new in the row",
 }
-_COLUMNS = ("run", "part", "start", "end", "tokens", "loss", "perplexity")
 _GAPS = tuple(f"gap_{name}" for name in Share._fields)
+COLUMNS = ("run", "part", "start", "end", "tokens", "loss", "perplexity", *_GAPS)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class MeasuredHits:
         gaps = self.gaps()
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*_COLUMNS, *_GAPS])
+            writer.writerow(COLUMNS)
             for label, losses in self.losses.items():
                 parts = {name: [losses.slice(name)] for name in SLICES}
                 parts |= {"count, repeated": losses.by_count(True), "count, new": losses.by_count(False)}

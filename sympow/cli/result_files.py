@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import sys
 import tempfile
@@ -10,10 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+# How images begin, by their types.
+_IMAGES = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xm", "eps": b"%!PS", "ps": b"%!PS", "jpg": b"\xff\xd8",
+           "jpeg": b"\xff\xd8", "webp": b"RIFF", "gif": b"GIF"}  # fmt: skip
+_LONGEST_LINE = 1 << 20  # characters of a line with the names of columns
+
 
 def check_image(file: str | None) -> None:
     """Raises ValueError if matplotlib draws no images of the type of `file`, ImportError without matplotlib.
 
+    Raises ValueError also if `file` exists and does not begin as images of this type do: it is not to be replaced.
     Raises also as `check_writable`.
     """
     if file is None:
@@ -22,6 +29,11 @@ def check_image(file: str | None) -> None:
     types = image_types()
     if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in types:
         raise ValueError(f"{file}: an image is one of {', '.join(sorted(types))}; got {kind!r}")
+    if Path(file).is_file():
+        with open(file, "rb") as opened:
+            start = opened.read(4)
+        if start and not start.startswith(_IMAGES.get(kind, b"")):
+            raise ValueError(f"{file} exists and is no image of the type {kind}: give another file, or remove it")
 
 
 def image_types() -> Collection[str]:
@@ -52,6 +64,48 @@ def check_writable(file: str | None, replaced: bool = False) -> None:
             place.open("ab").close()
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def check_table(file: str | None, columns: Collection[str]) -> None:
+    """Raises ValueError if `file` exists and is no table of results; the table will take its place.
+
+    Raises also as `check_writable`.
+
+    Args:
+        file: the path of a table of results, as for `check_writable`.
+        columns: names that the first line of such a table has. An empty file is accepted.
+    """
+    check_writable(file)
+    line = _first_line(file)
+    try:
+        names = next(csv.reader([line]), []) if line else []
+    except csv.Error:
+        names = []
+    if line != "" and not set(columns) <= set(names):
+        raise ValueError(f"{file} exists and is no table that this command wrote: give another file, or remove it")
+
+
+def check_page(file: str | None, start: str) -> None:
+    """Raises ValueError if `file` exists and does not begin with `start`, as the page that will take its place does.
+
+    Raises also as `check_writable`.
+    """
+    check_writable(file)
+    line = _first_line(file)
+    if line != "" and not (line or "").startswith(start):
+        raise ValueError(f"{file} exists and is no page that this command wrote: give another file, or remove it")
+
+
+def _first_line(file: str | None) -> str | None:
+    """Returns the first line of a text file, "" where there is none or an empty file, and None where it is no text."""
+    if file is None or not Path(file).is_file():
+        return ""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            line = opened.readline(_LONGEST_LINE)
+            return "" if line == "\n" and not opened.read(1) else line
+    except UnicodeDecodeError:
+        return None
 
 
 @contextmanager

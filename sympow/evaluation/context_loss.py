@@ -19,6 +19,7 @@ from sympow.progress import Progress
 
 LEAST_POSITIONS = 64  # the smallest width of a bin for the best-context loss
 BATCH_TOKENS = 1 << 15  # tokens in a forward pass, at least one row
+COLUMNS = ("run", "bin_start", "bin_end", "loss", "stderr", "tokens", "train_context")  # of `write_csv`
 
 
 class Documents(Protocol):
@@ -228,7 +229,7 @@ def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["run", "bin_start", "bin_end", "loss", "stderr", "tokens", "train_context"])
+        writer.writerow(COLUMNS)
         for run, losses, train_context in curves:
             for start, end, loss, stderr, tokens in losses.bins:
                 writer.writerow([run, start, end, f"{loss:.6f}", f"{stderr:.6f}", tokens, train_context])

@@ -6,7 +6,10 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
+from inspect import Parameter
 from typing import Any
+
+from sympow.layers.option_types import certainly_wrong, wanted
 
 _REFUSAL = re.compile(r"unexpected keyword argument|missing \d+ required")  # in the words of Python
 
@@ -52,20 +55,41 @@ _CALL = {
 
 
 def explained(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns the constructor of a mixer, whose TypeError for an option that it does not have names the one it has."""
+    """Returns the constructor of a mixer with more errors.
+
+    Its TypeError for an option that it does not have names the one it has. It raises TypeError for an option of another
+    type, which names the option, also where Python would take the value for another one.
+    """
 
     @wraps(init)
     def explaining(self: Any, *arguments: Any, **options: Any) -> None:
         try:
             init(self, *arguments, **options)
-        except TypeError as error:
+        except (AttributeError, TypeError, ValueError) as error:
             known = ["d_model", "n_heads", *self.option_names()]
             for name in options if _REFUSAL.search(str(error)) else ():
                 if name not in known and (hint := option_hint(name, known)):
                     raise TypeError(f"{type(self).__name__} has no option {name!r}{hint}") from error
+            for name, line in _mistyped(self, options, wanted):
+                if name not in str(error):
+                    raise TypeError(line) from error
             raise
+        for _, line in _mistyped(self, options, certainly_wrong):
+            raise TypeError(line)
 
     return explaining
+
+
+def _mistyped(
+    owner: Any, options: dict[str, Any], wrong: Callable[[Parameter, object], object]
+) -> list[tuple[str, str]]:
+    """Returns the options with values that are `wrong` for them, each with an error."""
+    known = owner.option_parameters()
+    return [
+        (name, f"the option {name!r} of {type(owner).__name__} must be {wanted(known[name], value)}; got {value!r}")
+        for name, value in options.items()
+        if name in known and wrong(known[name], value)
+    ]
 
 
 def option_hint(name: str, known: Iterable[str]) -> str:

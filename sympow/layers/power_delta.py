@@ -19,6 +19,7 @@ from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.fused.unit_heads import unit_heads
 from sympow.ops.power import check_options
 
 
@@ -88,10 +89,12 @@ class PowerDeltaAttention(AttentionMixer):
             raise ValueError(f"beta_bias must be finite; got {beta_bias}")
         if not (math.isfinite(offset) and offset >= 0):
             raise ValueError(f"offset must be finite and not negative; got {offset}")
-        if offset and (self.head_dim < 2 or (rotation != "none" and self.rotary_dim in (None, self.head_dim))):
+        turned = 0 if rotation == "none" else self.rotary_dim or self.head_dim
+        if offset and (self.head_dim < 2 or turned == self.head_dim):
             raise ValueError(
                 "offset takes the last channel of queries and keys: it needs head_dim of at least 2, and a "
-                f"rotary_fraction below 1 or rotation='none'; got head_dim={self.head_dim}, {rotation=}"
+                "rotary_fraction that leaves this channel, or rotation='none'; got "
+                f"head_dim={self.head_dim}, {rotation=}, {turned} rotated channels"
             )
         if beta is not None and (beta_bias, beta_max) != (0.0, 1.0):
             raise ValueError("beta_bias and beta_max are of a learned beta; leave beta None")
@@ -124,7 +127,8 @@ class PowerDeltaAttention(AttentionMixer):
     def mix_step(self, x: Tensor, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
         inputs, position = self._inputs(x, state.position), state.position + x.shape[1]
         if x.shape[1] == 1 and not torch.is_grad_enabled():
-            y, memory = power_delta_rule_step(*inputs, state=state.memory, p=self.p, inplace=True)
+            options: dict[str, Any] = {"p": self.p, "qk_norm": not self.offset, "inplace": True}
+            y, memory = power_delta_rule_step(*inputs, state=state.memory, **options)
         else:
             y, memory = power_delta_rule(*inputs, initial_state=state.memory, return_state=True, **self._options())
         if memory is None:
@@ -145,7 +149,7 @@ class PowerDeltaAttention(AttentionMixer):
         return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
 
     def _options(self) -> dict[str, Any]:
-        return {"p": self.p, "chunk_size": self.chunk_size, "impl": self.impl}
+        return {"p": self.p, "qk_norm": not self.offset, "chunk_size": self.chunk_size, "impl": self.impl}
 
     def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Returns rotated q and k, v, beta and log_g of x [B, T, d], whose first token is at `position`."""
@@ -154,17 +158,19 @@ class PowerDeltaAttention(AttentionMixer):
         log_g = None if self.gate is None else F.logsigmoid(numbers.pop(0))
         q, k, v = self.rotated_heads(x, position)
         if self.offset:
-            q, k = self._with_offset(q), self._with_offset(k)
+            q, k = map(self._with_offset, unit_heads(q[..., :-1], k[..., :-1]))
         if self.beta is None:
             return q, k, v, self.beta_max * torch.sigmoid(numbers.pop(0)), log_g
         dtype = torch.promote_types(x.dtype, torch.float32)
         return q, k, v, torch.full(k.shape[:3], self.beta, dtype=dtype, device=x.device), log_g
 
-    def _with_offset(self, x: Tensor) -> Tensor:
-        """Returns x [..., K] with sqrt(c) times the norm of its other channels in the last one.
+    def _with_offset(self, unit: Tensor) -> Tensor:
+        """Returns vectors of norm 1 [..., K] for vectors of norm 1 [..., K - 1], with the offset in the last channel.
 
-        The op gives it norm 1, so a product of two is (a . b + c) / (1 + c) for unit vectors a and b.
+        A product of two is (a . b + c) / (1 + c). Vectors that are shorter, because all of their channels are almost 0,
+        stay as short. Both weights are at most 1, so no number leaves the range of its dtype.
         """
-        own = x[..., :-1]
-        norm = torch.linalg.vector_norm(own, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        return torch.cat([own, (math.sqrt(self.offset) * norm).to(x.dtype)], dim=-1)
+        wide = torch.promote_types(unit.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True, dtype=wide)
+        own, last = (math.sqrt(part / (1 + self.offset)) for part in (1, self.offset))
+        return torch.cat([own * unit, (last * norm).to(unit.dtype)], dim=-1)

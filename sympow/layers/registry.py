@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from sympow.layers.base import Mixer
+from sympow.layers.option_types import wanted
 from sympow.layers.other_names import option_hint
 
 
@@ -72,22 +73,6 @@ FLA_MIXERS = MixerTable(
 )
 
 _TRUSTED: ContextVar[bool] = ContextVar("sympow_trusted", default=False)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# The annotations of options whose values are checked: what a value must be, in words, and whether one is that.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "float": ("a number", _is_number),
-    "str": ("a string", lambda value: isinstance(value, str)),
-    "Sequence[float]": ("a list of numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_number, v))),
-    "Mapping[str, Any]": ("a dict", lambda value: isinstance(value, Mapping)),
-    "None": ("None", lambda value: value is None),
-}
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -181,19 +166,10 @@ def check_mixer(name: str, options: Mapping[str, Any]) -> None:
             has = f"it has {', '.join(known)}" if known else "it has none"
             hint = option_hint(option, known)
             raise ValueError(f"the {name} mixer has no option {option!r}{hint}{':' if hint[:1] == ';' else ';'} {has}")
-        kinds = _kinds(known[option])
-        if kinds and not any(fits(value) for _, fits in kinds):
-            wanted = " or ".join(words for words, _ in kinds)
-            raise ValueError(f"the option {option!r} of the {name} mixer must be {wanted}; got {value!r}")
+        if words := wanted(known[option], value):
+            raise ValueError(f"the option {option!r} of the {name} mixer must be {words}; got {value!r}")
     for part in mixer.parts(options).values():
         check_mixer(*part)
-
-
-def _kinds(parameter: inspect.Parameter) -> list[tuple[str, Callable[[Any], bool]]]:
-    """Returns the types that a parameter is annotated with; none if one of them is not in `_KINDS`."""
-    annotation = parameter.annotation
-    names = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
-    return [_KINDS[name] for name in names] if all(name in _KINDS for name in names) else []
 
 
 def check_complete(name: str, options: Mapping[str, Any]) -> None:

@@ -3,8 +3,9 @@
 import time
 
 import pytest
+import torch
 
-from benchmarks.common.measure import milliseconds, options, read, write
+from benchmarks.common.measure import measured, milliseconds, options, processor, read, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 
@@ -27,6 +28,43 @@ def test_wrong_options_of_a_benchmark_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         options("benchmarks.delta", "Times.").parse_args(["--csv", "rows.csv", *words])
     assert f"error: argument {words[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("notes.txt", "my notes\n", "exists and is no table that this command wrote: give another file, or remove it"),
+        ("table.csv", "a,b\n1,2\n", "exists and is no table that this command wrote: give another file, or remove it"),
+        ("no/rows.csv", None, "cannot be written: it is a folder, or its folder does not exist"),
+        ("/dev/null", None, "is no regular file"),
+    ],
+)
+def test_files_of_others_are_not_replaced(name, content, message, tmp_path, capsys):
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit):
+        options("benchmarks.delta", "Times.").parse_args(["--csv", str(file)])
+    assert f"error: argument --csv: {file} {message}\n" in capsys.readouterr().err
+
+
+def test_tables_of_benchmarks_are_replaced(tmp_path):
+    file = tmp_path / "rows.csv"
+    for rows in ([], [{"ms": 1.0} | measured("cpu")]):
+        write(file, rows)
+        assert options("benchmarks.delta", "Times.").parse_args(["--csv", str(file)]).csv == file
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 thread"), (2, "2 threads")])
+def test_the_threads_of_a_processor(count, words, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert processor("cpu").endswith(f", {words}")
+
+
+def test_one_thread_in_files_of_earlier_versions(tmp_path):
+    rows = [{"processor": f"CPU, {count} threads"} for count in (1, 11)]
+    write(tmp_path / "rows.csv", rows)
+    assert [row["processor"] for row in read(tmp_path / "rows.csv")] == ["CPU, 1 thread", "CPU, 11 threads"]
 
 
 ROWS = [

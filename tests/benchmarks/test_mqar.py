@@ -28,7 +28,7 @@ def test_rows_and_the_bar(tmp_path, monkeypatch, capsys, accuracies, code):
     assert mqar.main() == code
     rows = read_results(tmp_path / "rows.csv")
     assert [row["test_accuracy"] for row in rows] == list(accuracies)
-    assert all(row["commit"] and "threads" in row["processor"] for row in rows)
+    assert all(row["commit"] and "thread" in row["processor"] for row in rows)
     assert ("below 99%: power" in capsys.readouterr().err) == bool(code)
 
 

@@ -418,17 +418,46 @@ def test_places_that_cannot_be_written(folder, fails, tmp_path):
 def test_files_that_are_there_already(folder, fails, tmp_path, monkeypatch):
     """They stay as they are until there are results, and one that cannot be opened is told before."""
     file = tmp_path / "old.csv"
-    file.write_text("older results")
+    older = "run,bin_start,bin_end,loss,stderr,tokens,train_context\n"
+    file.write_text(older)
     words = ["evaluate", folder / "power", "--csv", file, "--plot"]
     assert fails(*words, "/proc/x.png").startswith("/proc/x.png cannot be written")
     assert fails(*words, tmp_path / "x.xyz").startswith(f"{tmp_path}/x.xyz: an image is one of ")
-    assert file.read_text() == "older results" and list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == older and list(tmp_path.iterdir()) == [file]
 
     def denied(path, mode):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     monkeypatch.setattr(Path, "open", denied)
     assert fails("evaluate", "no run", "--csv", file) == f"{file} cannot be written: Permission denied"
+
+
+@pytest.mark.parametrize("content", [b"my notes\n", b"a,b\n1,2\n", b"\xff\x00", b"\n\n", b'"'])
+@pytest.mark.parametrize(
+    ("command", "option", "what"),
+    [("evaluate", "--csv", "table"), ("ar-hits", "--csv", "table"), ("passkey", "--csv", "table"),
+     ("needles", "--csv", "table"), ("ar-hits", "--html", "page")],
+)  # fmt: skip
+def test_files_of_others_are_not_replaced(command, option, what, content, fails, tmp_path):
+    file = tmp_path / "notes"
+    file.write_bytes(content)
+    line = fails(command, "no run", option, file)
+    assert line == f"{file} exists and is no {what} that this command wrote: give another file, or remove it"
+    assert file.read_bytes() == content
+    file.write_bytes(b"")
+    assert "exists and is" not in fails(command, "no run", option, file)
+
+
+@pytest.mark.parametrize("kind", ["png", "pdf", "svg", "jpg"])
+def test_only_images_are_replaced_by_images(kind, fails, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    file = tmp_path / f"x.{kind}"
+    file.write_text("my notes")
+    line = fails("evaluate", "no run", "--plot", file)
+    assert line == f"{file} exists and is no image of the type {kind}: give another file, or remove it"
+    assert file.read_text() == "my notes"
+    matplotlib.Figure().savefig(file)
+    assert "exists and is" not in fails("evaluate", "no run", "--plot", file)
 
 
 @pytest.mark.parametrize("words", [["evaluate", "no run", "--plot", "x.png"], ["ar-hits", "no run", "--plot", "x.png"],

@@ -248,6 +248,27 @@ def test_special_tokens_of_a_gguf_file(tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 1, "pad_token_id": 2}
 
 
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ({"eos": 1, "eot": 3}, [1, 3]),
+        ({"eos": 1, "eot": 1}, 1),
+        ({"eot": 3}, 3),
+        ({"eos": 4, "eot": 3, "eom": 1}, [4, 3, 1]),
+        ({"bos": 2}, None),
+    ],
+)
+def test_all_ends_of_texts_in_a_gguf_file(named, ends, tmp_path):
+    tokens = {"tokenizer.ggml.tokens": ["a", "<end>", "<pad>", "<turn>", "<text>"]}
+    fields = tokens | {f"tokenizer.ggml.{kind}_token_id": number for kind, number in named.items()}
+    write_beside(gguf_beside(fields), tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text()).get("eos_token_id") == ends
+    for kind in named:
+        message = f"expected a special token below 5 as tokenizer.ggml.{kind}_token_id; got 5"
+        with pytest.raises(ValueError, match=message):
+            gguf_beside(fields | {f"tokenizer.ggml.{kind}_token_id": 5})
+
+
 def test_commands_of_the_readme_run(folder, monkeypatch, capsys):
     """Those behind the two that fetch packages and a model, with a small model in its place."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

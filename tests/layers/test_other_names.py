@@ -1,9 +1,13 @@
 """Arguments as other libraries name them: the error says what to write here."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
-from sympow.layers import MIXERS, Mixer, PowerAttention, WindowAttention, check_mixer
+from sympow.layers import MIXERS, Mixer, PowerAttention, PowerDeltaAttention, WindowAttention, check_mixer
+from sympow.layers.option_types import wanted
 from tests.layers.contract import CASES, D_MODEL, HEADS, make, run, sequence
 
 
@@ -82,3 +86,27 @@ def test_names_of_a_mixer_are_its_own():
     assert mixer.dropout == 0.5 and mixer.rest == 3 and mixer(x, attention_mask=x).shape == x.shape
     with pytest.raises(TypeError, match=r"^attention_mask must be given$"):
         mixer(x)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "selection"])
+def test_options_of_another_type_are_named(name):
+    """Also where Python would take the value for another one, such as a text for a switch that is on."""
+    mixer = MIXERS[name]
+    known = mixer.option_parameters()
+    needed = {option: 16 for option, parameter in known.items() if parameter.default is parameter.empty}
+    mixer(16, 4, **needed)
+    for option, parameter in known.items():
+        for value in ("x", None, True, 1j, [1], {}):
+            if wanted(parameter, value) is not None:
+                with pytest.raises((TypeError, ValueError)) as error:
+                    mixer(16, 4, **needed | {option: value})
+                assert option in str(error.value)
+                assert "\n" not in str(error.value)
+
+
+def test_an_option_of_another_type():
+    message = "the option 'offset' of PowerDeltaAttention must be a number; got "
+    for value in ("0.1", True, None, [0.1]):
+        with pytest.raises(TypeError, match=re.escape(message + repr(value))):
+            PowerDeltaAttention(16, 2, offset=value)
+    assert PowerDeltaAttention(16, 2, offset=np.float32(0.5)).offset == 0.5

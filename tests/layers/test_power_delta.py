@@ -1,10 +1,13 @@
 """Options of the layer of the delta rule. What all mixers share is tested with their contract."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import normalize
 
 from sympow.layers import PowerDeltaAttention
+from sympow.ops import power_delta_rule
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
@@ -32,9 +35,72 @@ def test_the_offset_of_scores(p):
         ({"offset": float("nan")}, "offset must be finite and not negative; got nan"),
         ({"offset": 0.1, "rotary_fraction": 1.0}, "needs head_dim of at least 2, and a rotary_fraction"),
         ({"offset": 0.1, "head_dim": 1, "rotation": "none"}, "needs head_dim of at least 2"),
-        ({"offset": 0.1, "head_dim": 2}, "or rotation='none'; got head_dim=2, rotation='fixed'"),
+        ({"offset": 0.1, "head_dim": 2}, "got head_dim=2, rotation='fixed', 2 rotated channels"),
     ],
 )
 def test_offsets_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         PowerDeltaAttention(12, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "offset"),
+    [
+        (torch.float16, 6e4, 1.0),  # the norm leaves the range of float16
+        (torch.float16, 6e4, 1e4),
+        (torch.float16, 6e-6, 0.3),  # 100 times the smallest number
+        (torch.float16, 1.0, 1e12),
+        (torch.bfloat16, 1e30, 0.3),  # squares leave the range of float32
+        (torch.float32, 1e30, 0.3),
+        (torch.float32, 1e-8, 0.3),  # norms below the least one that vectors are divided by
+        (torch.float32, 1.0, 1e300),
+        (torch.float64, 1e200, 1e300),
+        (torch.float64, 0.0, 0.3),
+    ],
+)
+def test_an_offset_of_vectors_of_every_size(dtype, size, offset):
+    """Whole and token by token, the layer does what the specification does with vectors of norm 1 in float64."""
+    torch.manual_seed(1)
+    options = {
+        "offset": offset,
+        "n_kv_heads": 1,
+        "beta": 1.0,
+        "gate": False,
+        "rotation": "none",
+        "short_convolution": 0,
+    }
+    layer = PowerDeltaAttention(12, 2, **options, head_norm=False, output_gate=False).to(dtype)
+    x = torch.randn(2, 5, 12).to(dtype)
+    with torch.no_grad():
+        layer.qkv.weight[:18] *= size / max(each.abs().max().item() for each in layer.heads(x)[:2])
+
+    def vectors(x):
+        own = x.double()[..., :-1]
+        if size > 1e-6:
+            own = own / own.abs().amax(-1, keepdim=True)
+        own = own / own.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+        last = math.sqrt(offset) * own.norm(dim=-1, keepdim=True)
+        return torch.cat([own, last], dim=-1) / math.sqrt(1 + offset)
+
+    with torch.no_grad():
+        q, k, v = layer.heads(x)
+        beta = torch.ones(k.shape[:3], dtype=torch.float64)
+        expected = power_delta_rule(vectors(q), vectors(k), v.double(), beta, qk_norm=False, impl="reference").out
+        state, steps = layer.mix_state(2), []
+        for t in range(5):
+            y, state = layer.mix_step(x[:, t : t + 1], state)
+            steps.append(y)
+        for y in (layer.mix(x, None), torch.cat(steps, dim=1)):
+            scale = 16 * torch.finfo(dtype).eps * expected.abs().max().item()
+            torch.testing.assert_close(y.double(), expected, rtol=0, atol=scale)
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e100])
+def test_gradients_with_an_offset(size):
+    torch.manual_seed(2)
+    options = {"p": 3, "offset": 0.3, "head_dim": 4, "beta": 1.0, "gate": False, "short_convolution": 0}
+    layer = PowerDeltaAttention(6, 1, **options, head_norm=False, output_gate=False).double()
+    with torch.no_grad():
+        layer.qkv.weight[:8] *= size
+    x = torch.randn(1, 3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,))

@@ -36,6 +36,9 @@ def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[str, str]:
     """Makes the files beside a tokenizer.json of special tokens and the chat template, as `read_beside` returns them.
 
+    A text also ends with the token that ends a turn of a chat (eot), and with the one that ends a message before the
+    call of a tool (eom), where the file names them.
+
     Args:
         fields: the result of `gguf_fields`.
         name: of the file, for the message.
@@ -50,7 +53,13 @@ def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{name}: expected a text as tokenizer.chat_template; got {short(template)}")
     settings |= {} if template is None else {"chat_template": template}
-    generation = {f"{kind}_token_id": number for kind, number in numbers.items()}
+    generation: dict[str, Any] = {f"{kind}_token_id": number for kind, number in numbers.items()}
+    named = [kind for kind in ("eos", "eot", "eom") if fields.get(f"tokenizer.ggml.{kind}_token_id") is not None]
+    for kind in named:
+        _token(fields, kind, name)  # refuses a number that is none of a token
+    ends = list(dict.fromkeys(fields[f"tokenizer.ggml.{kind}_token_id"] for kind in named))
+    if ends:
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
 

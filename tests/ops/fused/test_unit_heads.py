@@ -107,6 +107,13 @@ def test_views_of_a_projection(batch):
         assert torch.equal(view, copy)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_views_without_the_last_channel(heads):
+    """As the layer of the delta rule takes them, with an offset."""
+    q, k = (normal(2, 9, n, 16, seed=n).float().to(DEVICE)[..., :-1] for n in (heads, 1))
+    assert_right(kernel, q, k)
+
+
 def test_only_one_of_both_has_a_gradient():
     q, k = (normal(1, 5, 2, 8, seed=n).float().to(DEVICE).requires_grad_() for n in range(2))
     unit_q, unit_k = kernel(q, k)
