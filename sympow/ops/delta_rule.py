@@ -57,7 +57,7 @@ def power_delta_rule(
         k: [B, T, G, K], G key/value heads; H is a multiple of G.
         v: [B, T, G, V].
         beta: [B, T, G], float32 (or float64), the strength of the correction. With keys of norm 1 the state does not
-            grow for beta in [0, 2]. 1 stores the value exactly.
+            grow for beta in [0, 2], or to 1.9 in bfloat16, which rounds the norm. 1 stores the value exactly.
         log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate.
         p: the power, an integer >= 1.
         qk_norm: divide queries and keys by their norms, or by 1e-6 if it is larger. Otherwise the caller keeps
