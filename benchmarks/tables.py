@@ -25,6 +25,7 @@ from benchmarks.pages.mqar_tables import (
     equal_state_table,
     heads_table,
     seeds_table,
+    steps_table,
     widths_table,
 )
 from benchmarks.pages.prose import filled, table
@@ -327,6 +328,7 @@ TABLES = {
     "mqar_equal_state_h200.csv": equal_state_table,
     "mqar_far_h200.csv": seeds_table,
     "mqar_windows_cpu.csv": seeds_table,
+    "mqar_offset_cpu.csv": steps_table,
     "learning.csv": learning_table,
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,

@@ -47,6 +47,15 @@ def seeds_table(rows: Sequence[Row]) -> str:
     return f"{table(heading, lines)}\n\n{_about(rows)}"
 
 
+def steps_table(rows: Sequence[Row]) -> str:
+    """Returns the steps after which each run was solved, and its test accuracy: a row for each run."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["label"], row["seed"])):
+        steps = f"{row['steps']:,}" if row["ended"] == "solved" else "not reached"
+        lines.append([row["label"], row["seed"], steps, f"{row['test_accuracy']:.1%}"])
+    return f"{table('model | seed | steps until 99% | test', lines)}\n\n{_about(rows)}"
+
+
 def deep_table(rows: Sequence[Row]) -> str:
     """Returns `seeds_table`, and the judgement of Claim 1 for each depth. Labels end with the depth.
 
