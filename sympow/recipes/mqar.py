@@ -216,7 +216,7 @@ def far() -> Sweep:
 def offset() -> Sweep:
     """The delta rule with and without an offset of its scores, 16 pairs in 128 tokens: minutes of a CPU core a run.
 
-    Two layers of four heads of 16 channels, three seeds. All learn the task; the number of steps differs.
+    Two layers of four heads of 16 channels, three seeds. What differs is the number of steps until 99%.
     """
     models = [_alone("delta rule", ("power_delta", {"rotation": "none"}), head_dim=16)]
     models += [_alone(f"delta rule, offset {c:g}", ("power_delta", {"rotation": "none", "offset": c}), head_dim=16)
