@@ -26,6 +26,7 @@ LABELS = {
     "softmax_gate": "softmax attention, gate",
     "power": "power, p = 2",
     "power_delta": "delta rule, p = 2",
+    "power_delta_offset": "delta rule, p = 2, offset",
     "hyena": "Hyena",
     "base_conv": "BaseConv",
     "base_conv_random": "BaseConv, random selection",

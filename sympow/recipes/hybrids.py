@@ -43,6 +43,11 @@ def power_delta() -> RunConfig:
     return _config("power_delta", MixerConfig("power_delta"))
 
 
+def power_delta_offset() -> RunConfig:
+    """The delta rule of `power_delta`, with an offset of the scores."""
+    return _config("power_delta_offset", MixerConfig("power_delta", {"offset": 0.09}))
+
+
 def hyena() -> RunConfig:
     """Hyena with a filter of the whole context."""
     return _config("hyena", MixerConfig("hyena", {"max_length": CONTEXT}))
