@@ -73,6 +73,7 @@ class PowerDeltaAttention(AttentionMixer):
         beta_bias: float = 0.0,
         beta_max: float = 1.0,
         offset: float = 0.0,
+        key_gate: int = 0,
         rotation: str = "fixed",
         chunk_size: int | None = None,
         impl: str = "auto",
@@ -103,11 +104,18 @@ class PowerDeltaAttention(AttentionMixer):
         self.beta, self.beta_bias, self.beta_max, self.offset = beta, beta_bias, beta_max, offset
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.strength = Float32Linear(d_model, self.n_kv_heads) if beta is None else None
+        self.key_gate = key_gate
+        if key_gate:
+            self.key_gate_in = torch.nn.Linear(d_model, key_gate, bias=False)
+            self.key_gate_out = torch.nn.Linear(key_gate, self.n_kv_heads * self.head_dim)
         self.reset_parameters()
 
     @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
+            if self.key_gate:
+                self.key_gate_out.weight.zero_()
+                self.key_gate_out.bias.zero_()
             if self.gate is not None and self.gate.bias is not None:
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
             if self.strength is not None and self.strength.bias is not None:
@@ -115,6 +123,15 @@ class PowerDeltaAttention(AttentionMixer):
 
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if self.key_gate:
+            from sympow.layers.key_gates import key_gated_delta_rule
+
+            q, k, v, beta, log_g = self._inputs(x, 0)
+            if not self.offset:
+                q, k = unit_heads(q, k)
+            by_channel = self.key_gate_out(self.key_gate_in(x)).unflatten(-1, (self.n_kv_heads, self.head_dim))
+            log_d = 0.5 * F.logsigmoid(self._gate_logits[..., None] + by_channel.float())
+            return key_gated_delta_rule(q, k, v, beta, log_d)
         return power_delta_rule(*self._inputs(x, 0), cu_seqlens=cu_seqlens, **self._options()).out
 
     @override
@@ -155,6 +172,8 @@ class PowerDeltaAttention(AttentionMixer):
         """Returns rotated q and k, v, beta and log_g of x [B, T, d], whose first token is at `position`."""
         linears = [linear for linear in (self.gate, self.strength) if linear is not None]
         numbers = list(linears_float32(linears, x)) if linears else []
+        if self.gate is not None:
+            self._gate_logits = numbers[0]
         log_g = None if self.gate is None else F.logsigmoid(numbers.pop(0))
         q, k, v = self.rotated_heads(x, position)
         if self.offset:
