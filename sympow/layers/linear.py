@@ -78,16 +78,31 @@ class LinearAttention(AttentionMixer):
 
     @override
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if self.feature_map == "taylor":
+            return self._mix_by_power(x, cu_seqlens)
         q, k, v, features = self._inputs(x, self.first_position(x))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         y = power_attention(q, k, v, **self._options() | split).out
-        if features is not None:
-            q, k = features
-            sums = _sums_per_document(cu_seqlens, k.to(torch.promote_types(k.dtype, torch.float32)))
-            if self.context_group is not None:
-                sums = sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
-            y = _normalized(y, q, sums)
-        return y
+        return y if features is None else _normalized(y, features[0], self._sums(features[1], cu_seqlens))
+
+    def _mix_by_power(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Computes `mix` of a Taylor series without its features, because 1 + s + s^2 / 2 = ((s + 1)^2 + 1) / 2.
+
+        The squares are power attention of q and k with one more channel, and the ones add up all values.
+        """
+        q, k, v = self.rotated_heads(x, self.first_position(x))
+        q, k, v = _with_one(q), _with_one(k), F.pad(v, (0, 1), value=1.0)  # the last value counts the weights
+        split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
+        squares = power_attention(q, k, v, **self._options() | {"p": 2} | split).out
+        total = squares.unflatten(2, (self.n_kv_heads, -1)) + self._sums(v, cu_seqlens)[:, :, :, None]
+        return (total[..., :-1] / (total[..., -1:] + 2e-6)).flatten(2, 3).to(squares.dtype)
+
+    def _sums(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the sum of x [B, T, G, C] up to every token of its document, in float32 at least."""
+        sums = _sums_per_document(cu_seqlens, x.to(torch.promote_types(x.dtype, torch.float32)))
+        if self.context_group is None:
+            return sums
+        return sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
 
     @override
     def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> LinearAttentionState:
@@ -123,7 +138,10 @@ class LinearAttention(AttentionMixer):
 
     @override
     def training_flops(self, time: int) -> int:
-        return least_power_flops(time, self.features, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
+        key_dim, value_dim, p = self.features, self.value_dim, 1
+        if self.feature_map == "taylor":
+            key_dim, value_dim, p = self.head_dim + 1, self.value_dim + 1, 2
+        return least_power_flops(time, key_dim, value_dim, p, heads=self.n_heads, kv_heads=self.n_kv_heads)
 
     @override
     def split_context(self, group: dist.ProcessGroup) -> None:
@@ -165,8 +183,12 @@ def _taylor_features(x: Tensor) -> Tensor:
 
     The features of p = 2 of [x, 1] give (s + 1)^2 = s^2 + 2 s + 1. All but the last, 1, are divided by sqrt(2).
     """
-    x = F.pad(x * x.shape[-1] ** -0.25, (0, 1), value=1.0)
-    return F.pad(spow(x, 2)[..., :-1] / sqrt(2), (0, 1), value=1.0)
+    return F.pad(spow(_with_one(x), 2)[..., :-1] / sqrt(2), (0, 1), value=1.0)
+
+
+def _with_one(x: Tensor) -> Tensor:
+    """Returns x [..., K] times K^(-1/4), and a channel of ones: products of two are s + 1."""
+    return F.pad(x * x.shape[-1] ** -0.25, (0, 1), value=1.0)
 
 
 def _running_sum(k: Tensor) -> Tensor:
