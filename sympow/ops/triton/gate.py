@@ -86,10 +86,9 @@ def gate_sums(
 
 
 @triton.jit
-def _passed(sums, low, start, end, mask):
-    """Returns -log2 of the decay from after the token before `start` to after the token before `end`, where `mask`."""
-    high = tl.load(sums + start - 1, mask=mask, other=0.0) - tl.load(sums + end - 1, mask=mask, other=0.0)
-    return high + (tl.load(low + start - 1, mask=mask, other=0.0) - tl.load(low + end - 1, mask=mask, other=0.0))
+def _sums_at(sums, low, token, valid):
+    """Returns both parts of the sums after tokens, 0 where not `valid`."""
+    return tl.load(sums + token, mask=valid, other=0.0), tl.load(low + token, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -98,29 +97,27 @@ def _find_reach(sums, low, begins, ends, T, most):
     queries that use one of its keys, both at borders of tiles. The passes compute 0 for decays below 2**-most, so they
     can skip whole tiles of such pairs without changing a result."""
     tiles = tl.cdiv(T, REACH_TILE)
+    t = tl.arange(0, REACH_TILE)
     for s in range(0, tiles, REACH_TILE):
-        tile = s + tl.arange(0, REACH_TILE)
+        tile = s + t
         here = tile < tiles
-        own_end = tl.minimum((tile + 1) * REACH_TILE, T)
-        # The sums never increase, so a binary search finds the first tile of keys that is used, and the first of
-        # queries that is not.
-        begin, begin_most = tile * 0, tile
-        end, end_most = tile + 1, tile * 0 + tiles
-        span = tiles
-        while span > 0:
-            span //= 2
-            middle = (begin + begin_most) // 2
-            passed = _passed(sums, low, tl.minimum((middle + 1) * REACH_TILE, T), tile * REACH_TILE, here & (tile > 0))
-            later = (begin < begin_most) & (passed > most)
-            begin_most = tl.where(later, begin_most, tl.maximum(middle, begin))
-            begin = tl.where(later, middle + 1, begin)
-            middle = (end + end_most) // 2
-            passed = _passed(sums, low, own_end, tl.minimum(middle * REACH_TILE, T - 1) + 1, here)
-            later = (end < end_most) & (passed <= most)
-            end_most = tl.where(later, end_most, tl.maximum(middle, end))
-            end = tl.where(later, middle + 1, end)
-        tl.store(begins + tile, begin * REACH_TILE, mask=here)
-        tl.store(ends + tile, tl.minimum(end * REACH_TILE, T), mask=here)
+        high_before, low_before = _sums_at(sums, low, tile * REACH_TILE - 1, here & (tile > 0))
+        high_after, low_after = _sums_at(sums, low, tl.minimum((tile + 1) * REACH_TILE, T) - 1, here)
+        # The sums never increase, so the tiles that are out of reach can be counted.
+        gone = tile * 0
+        reached = tile * 0
+        for o in range(0, tiles, REACH_TILE):
+            other = o + t
+            there = other < tiles
+            high, rest = _sums_at(sums, low, tl.minimum((other + 1) * REACH_TILE, T) - 1, there)
+            passed = (high[None, :] - high_before[:, None]) + (rest[None, :] - low_before[:, None])
+            gone += tl.sum(((passed > most) & (other[None, :] < tile[:, None])).to(tl.int32), 1)
+            high, rest = _sums_at(sums, low, other * REACH_TILE, there)
+            passed = (high_after[:, None] - high[None, :]) + (low_after[:, None] - rest[None, :])
+            later = there[None, :] & (other[None, :] > tile[:, None])
+            reached += tl.sum(((passed <= most) & later).to(tl.int32), 1)
+        tl.store(begins + tile, gone * REACH_TILE, mask=here)
+        tl.store(ends + tile, tl.minimum((tile + 1 + reached) * REACH_TILE, T), mask=here)
 
 
 @triton.jit
