@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from functools import partial
-from statistics import mean
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
@@ -177,4 +177,20 @@ def test_pages_quote_the_committed_rows():
     last = ratio("heads_delta", 4096, learning.BILLION)
     assert f"after a billion {last} for windows and delta rule in half of the heads each (one run)" in readme
     assert f"without a rotation (`scaling:hybrid_delta_gate`) have {hybrid} times the loss" in guide
+
+    def less(variant: str, base: str, context: int = 4096) -> list[float]:
+        """The losses of a variant less those of the base, of the same seeds after 30 million tokens."""
+        same = group([row for row in rows if (row["context"], row["tokens"]) == (context, short)], "variant", "seed")
+        pairs = [(same[variant, seed][0], same[base, seed][0]) for seed in learning.SEEDS]
+        return [own["held_out_loss"] - other["held_out_loss"] for own, other in pairs]
+
+    page = " ".join((ROOT / "docs" / "results" / "learning.md").read_text("utf-8").split())
+    halves = less('heads_delta+options={"offset":0.09}', "heads_delta")
+    spread = 4.303 * stdev(halves) / 3**0.5  # Student's t of two degrees of freedom
+    assert f"is lower in all three pairs, by {-mean(halves):.3f} ± {spread:.3f} nats" in page and max(halves) < 0
+    whole, at_1024 = (less("power_delta+offset=0.09", "power_delta", context) for context in (4096, 1024))
+    assert f"the difference is {mean(whole):.3f} at 4,096 tokens (three pairs, from {min(whole):.3f} to" in page
+    assert f"{mean(at_1024):.3f} at 1,024 (from {min(at_1024):.3f} to +{max(at_1024):.3f})" in page
+    fixed = less("power_delta+beta=0.5", "power_delta")
+    assert f"by {-mean(fixed):.3f} nats (from {-max(fixed):.3f} to {-min(fixed):.3f})" in page
     assert f"has {window} times its loss, the delta rule {delta_later} times and p = 2 {later} times" in guide
