@@ -8,11 +8,25 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 
+# Names that other libraries give to fields and values.
+_OTHERS = {
+    "lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "seq_len": "context", "dtype": "precision",
+    "bfloat16": "bf16", "file": "path", "dir": "path", "hidden_size": "d_model", "num_layers": "n_layers",
+    "num_heads": "n_heads",
+}  # fmt: skip
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Returns one line saying that `name` is no `kind`, with the nearest of the `known` names and all of them."""
+    """Returns one line saying that `name` is no `kind`, with the nearest of the `known` names and all of them.
+
+    Of dotted names the last parts are compared. For a name of another library it is the name here.
+    """
     known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    last = name.rpartition(".")[2]
+    lasts = {each.rpartition(".")[2]: each for each in known}
+    own = _OTHERS.get(last)
+    nearest = [own] if own in lasts else difflib.get_close_matches(last, lasts, n=1, cutoff=0.6)
+    hint = f"did you mean {lasts[nearest[0]]!r}? " if nearest else ""
     return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sympow.data.text import BPE_TRAINING_CHARACTERS
-from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer, tokenizers_library
+from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_document, load_tokenizer, tokenizers_library
 from sympow.files import digest, parsed_json, sync, write_text
 from sympow.locks import locked
 
@@ -48,6 +48,12 @@ class SourceDocument:
     files: tuple[str, ...]
     size: int
     held_out: bool
+
+    @property
+    def name(self) -> str:
+        """Returns the first file, and how many there are besides."""
+        others = len(self.files) - 1
+        return self.files[0] + (f" and {others} other files" if others else "")
 
     @property
     def split(self) -> str:
@@ -134,7 +140,9 @@ def write_corpus(
         tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
         with _Writer(partial, documents, row_tokens, tokenizer) as writer:
             for document, text in source.texts(documents, writer.finished):
-                writer.add(document, encode_text(tokenizer, text) if isinstance(text, str) else text)
+                if isinstance(text, str):
+                    text = encode_document(tokenizer, document.name, text)
+                writer.add(document, text)
             counts = writer.finish()
         known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
         summary = read_summary(partial) | {"tokenizer": known} | counts

@@ -15,7 +15,7 @@ import numpy as np
 from sympow.data.corpus import TokenCorpus
 from sympow.data.streams import STREAM, streamed
 from sympow.data.text_files import Reader, TextFile, classify, describe, find_files, without_compression
-from sympow.data.tokens import BPETokenizer, Tokenizer, encode_text
+from sympow.data.tokens import BPETokenizer, Tokenizer, encode_document
 from sympow.files import atomic_write, default_cache_dir, digest, remove_leftovers
 
 # The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
@@ -323,7 +323,7 @@ def _write_tokens(documents: Sequence[Document], tokenizer: Tokenizer, tokens_fi
     with atomic_write(tokens_file) as file:
         _write_header(file, dtype, 0)
         for document in documents:
-            tokens = np.ascontiguousarray(encode_text(tokenizer, document.read()), dtype=dtype)
+            tokens = np.ascontiguousarray(encode_document(tokenizer, document.name, document.read()), dtype=dtype)
             file.write(tokens.data)
             offsets.append(offsets[-1] + len(tokens))
         if not offsets[-1]:

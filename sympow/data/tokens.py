@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -23,6 +24,7 @@ from sympow.data.byte_level import EXPECTED, check_byte_level, cuts_at_lines, no
 from sympow.files import digest, write_text
 
 TOKENIZER_FILE = "tokenizer.json"
+MOST_START = 64  # tokens before a text
 _BYTES_TAG = {"type": "sympow.bytes", "version": 1}
 
 
@@ -143,7 +145,7 @@ class BPETokenizer:
         self._serialized = self._tokenizer.to_str()
         self.fingerprint = digest([self._serialized])
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
-        self.start = _start(self._tokenizer)
+        self.start = _start(self._tokenizer, spec)
         if any(token >= self.vocab_size for token in self.start):
             raise ValueError(f"{EXPECTED}, got a start of {self.start} outside its {self.vocab_size} tokens")
         self.normalizes, self.strips = normalizes(spec), strips(spec)
@@ -184,13 +186,16 @@ class BPETokenizer:
         """Returns the tokens of a text, as `Tokenizer.encode`.
 
         A lone surrogate becomes a question mark. A character with a byte that the vocabulary lacks becomes U+FFFD.
+
+        Raises ValueError for a text that the pattern of the tokenizer cannot split, such as millions of spaces.
         """
         data = text.encode("utf-8", errors="replace")  # lone surrogates, as from a terminal
         text = data.decode("utf-8")
         if self._lacking is not None and self._lacking.search(data):
             text = "".join("\ufffd" if self._lacking.search(each.encode()) else each for each in text)
         pieces = list(cut_text(text)) if self.cuts_at_lines else [text] if text else []
-        encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        with _panics_are_errors():
+            encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         return np.concatenate([np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -256,6 +261,14 @@ def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.concatenate([np.array(start, dtype=tokens.dtype), tokens])
 
 
+def encode_document(tokenizer: Tokenizer, name: str, text: str) -> np.ndarray:
+    """Returns the tokens of `encode_text`, whose error names the document here."""
+    try:
+        return encode_text(tokenizer, text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> Iterator[np.ndarray]:
     r"""Encodes a text that is read `size` characters at a time. The arrays together are the tokens of the whole text.
 
@@ -317,13 +330,45 @@ def _join(token_bytes: Sequence[bytes], ids: Iterable[int]) -> bytes:
     return b"".join(parts)
 
 
-def _start(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens that the post-processor puts before a text. Raises ValueError if it puts others elsewhere."""
-    plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Raises ValueError in place of a panic of the library, which no `except Exception` catches."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer's pattern cannot split this text: {_one_line(error)}") from None
+
+
+def _start(tokenizer: Any, spec: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the tokens that the post-processor puts before a text.
+
+    Raises ValueError if it puts others elsewhere, or more than MOST_START.
+    """
+    most = _most_added(spec.get("post_processor"))
+    if most > MOST_START:
+        raise ValueError(f"{EXPECTED} that adds at most {MOST_START} tokens to a text, got one that adds {most:,}")
+    with _panics_are_errors():
+        plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     count = len(whole) - len(plain)
     if count < 0 or whole[count:] != plain:
         raise ValueError(f"{EXPECTED} that adds tokens before a text only, got {whole} for {plain}")
     return tuple(whole[:count])
+
+
+def _most_added(processor: Any) -> int:
+    """Returns how many tokens the templates of a post-processor of a `tokenizer.json` add to a text of one token."""
+    if not isinstance(processor, Mapping):
+        return 0
+    if processor.get("type") == "Sequence":
+        return sum(map(_most_added, processor["processors"]))
+    if processor.get("type") != "TemplateProcessing":
+        return 0
+    ids = {name: len(token["ids"]) for name, token in processor["special_tokens"].items()}
+    added = [ids.get(piece["SpecialToken"]["id"], 0) for piece in processor["single"] if "SpecialToken" in piece]
+    again = len(processor["single"]) - len(added) - 1  # copies of the text, which each processor would multiply
+    return sum(added) + max(0, again) * (MOST_START + 1)
 
 
 def _byte_characters() -> dict[str, int]:

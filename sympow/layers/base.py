@@ -360,14 +360,19 @@ def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> 
     return float32_linear(x, weight, concatenated(biases)).split([len(n.weight) for n in linears], -1)
 
 
+MOST_BIAS = 1e30  # in size, so that float32 holds the biases and the differences between them
+
+
 def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:
     """Returns the initial biases [G] of a gate for each key/value head, on a line between the two of `gate_bias`.
 
     A single head gets their middle. The tensor is on the CPU.
 
-    Raises ValueError unless `gate_bias` is two numbers.
+    Raises ValueError unless `gate_bias` is two numbers of at most MOST_BIAS in size.
     """
     if len(gate_bias) != 2:
         raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+    if not all(abs(bias) <= MOST_BIAS for bias in gate_bias):
+        raise ValueError(f"gate_bias must be finite, and at most {MOST_BIAS:g} in size; got {gate_bias!r}")
     first, last = gate_bias
     return torch.linspace((first + last) / 2 if n_kv_heads == 1 else first, last, n_kv_heads, device="cpu")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
-from sympow.layers.base import Float32Linear, any_weight, gate_biases, linears_float32, state_options
+from sympow.layers.base import MOST_BIAS, Float32Linear, any_weight, gate_biases, linears_float32, state_options
 from sympow.layers.power import check_form
 from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
@@ -85,8 +85,8 @@ class PowerDeltaAttention(AttentionMixer):
         for name, number in (("beta", beta), ("beta_max", beta_max)):
             if number is not None and not 0 < number <= 2:
                 raise ValueError(f"{name} must be above 0 and at most 2, or the state can grow; got {number}")
-        if not math.isfinite(beta_bias):
-            raise ValueError(f"beta_bias must be finite; got {beta_bias}")
+        if not abs(beta_bias) <= MOST_BIAS:
+            raise ValueError(f"beta_bias must be finite, and at most {MOST_BIAS:g} in size; got {beta_bias}")
         if not (math.isfinite(offset) and offset >= 0):
             raise ValueError(f"offset must be finite and not negative; got {offset}")
         turned = 0 if rotation == "none" else self.rotary_dim or self.head_dim

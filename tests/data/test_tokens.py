@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, encode_stream, encode_text, load_tokenizer
-from sympow.data.tokens import cut_text
+from sympow.data.tokens import cut_text, encode_document
 
 TEXTS = ["def power(x, p):\n    return x ** p\n\n\n" * 20, "naïve café, 力, 🙂 and {} again\n" * 20]
 BPE = BPETokenizer.train(TEXTS, vocab_size=300)
@@ -120,6 +120,37 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
     template["single"] = single[::-1]
     with pytest.raises(ValueError, match=r"that adds tokens before a text only, got \[\d+, 300\] for \[\d+\]"):
         BPETokenizer(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("ids", "single"),
+    [([300] * 65, "sA"), ([300], "s" * 65 + "A"), ([300], "AA")],
+    ids=["a token of many ids", "many tokens", "two copies of the text"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_post_processor_that_adds_many_tokens_is_refused_before_it_runs(ids, single, nested):
+    pieces = {"s": {"SpecialToken": {"id": "s", "type_id": 0}}, "A": {"Sequence": {"id": "A", "type_id": 0}}}
+    template: dict = {"type": "TemplateProcessing", "single": [pieces[each] for each in single]}
+    template |= {"pair": [pieces["A"], {"Sequence": {"id": "B", "type_id": 1}}]}
+    template["special_tokens"] = {"s": {"id": "s", "ids": ids, "tokens": ["s"] * len(ids)}}
+    if nested:
+        template = {"type": "Sequence", "processors": [template]}
+    with pytest.raises(ValueError, match="that adds at most 64 tokens to a text, got one that adds 65$"):
+        BPETokenizer(json.dumps(spec(post_processor=template)))
+
+
+def slow_pattern() -> BPETokenizer:
+    """A tokenizer whose pattern takes exponential time, so that the library gives up with a panic."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    parts = [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+    return BPETokenizer(json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": parts})))
+
+
+def test_a_text_that_the_pattern_cannot_split_is_an_error():
+    with pytest.raises(ValueError, match="^the tokenizer's pattern cannot split this text: .*retry-limit"):
+        slow_pattern().encode("a" * 40 + "b")
+    with pytest.raises(ValueError, match="^notes.txt: the tokenizer's pattern cannot split this text"):
+        encode_document(slow_pattern(), "notes.txt", "a" * 40 + "b")
 
 
 BPE_VOCABULARY = spec()["model"]["vocab"]

@@ -73,6 +73,7 @@ def test_passes_split_a_batch():
         ({"decay_steps": 5}, ValueError, "is for training.schedule = 'wsd' only, got 5 and 'cosine'"),
         ({"schedule": "wsd", "decay_steps": 0}, ValueError, "training.decay_steps must be at least 1, got 0"),
         ({"schedule": "wsd", "decay_steps": 901}, ValueError, "together, got 100 and 901 of 1000"),
+        ({"precision": "bfloat16"}, ValueError, "unknown training.precision 'bfloat16'; did you mean 'bf16'"),
         ({"precision": "float16"}, ValueError, "unknown training.precision 'float16'; did you mean 'float32'"),
         ({"device": 0}, TypeError, "training.device must be a string, got 0"),
     ],

@@ -81,6 +81,9 @@ def test_literals_and_unions():
     ("assignment", "message"),
     [
         ("training.lerning_rate=1", "unknown field 'training.lerning_rate'; did you mean 'training.learning_rate'"),
+        ("training.lr=1", "unknown field 'training.lr'; did you mean 'training.learning_rate'"),
+        ("training.compile=true", "unknown field 'training.compile'; known: training.batch_size"),
+        ("data.dir=texts", "unknown field 'data.dir'; did you mean 'data.path'"),
         ("trainin.steps=1", "unknown field 'trainin'; did you mean 'training'"),
         ("training.steps=many", "training.steps takes an integer, got 'many'"),
         ("training.steps=1.5", "training.steps takes an integer, got '1.5'"),

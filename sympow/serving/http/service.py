@@ -98,7 +98,9 @@ class Service:
         return self.template
 
     def tokens_of(self, prompt: str | Sequence[int], param: str = "prompt", begins: bool = False) -> Tensor:
-        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt.
+        """Returns a prompt as int64 tokens [T].
+
+        Raises ApiError 400 for an empty or too long prompt, and for one that the tokenizer cannot read.
 
         Args:
             prompt: a text, or tokens.
@@ -109,7 +111,10 @@ class Service:
         text = isinstance(prompt, str)
         ids: Any = prompt
         if isinstance(prompt, str):
-            ids = (encode_text(self.tokenizer, prompt) if begins else self.tokenizer.encode(prompt)).astype("int64")
+            try:
+                ids = (encode_text(self.tokenizer, prompt) if begins else self.tokenizer.encode(prompt)).astype("int64")
+            except ValueError as error:  # of a pattern that cannot split the text
+                raise ApiError(400, str(error), param=param) from None
         if not len(ids):
             raise ApiError(400, "the prompt is empty; a model continues at least one token", param=param)
         if len(ids) > self.limits.prompt_tokens:
