@@ -434,5 +434,5 @@ def cut_text(text: str, size: int = 1 << 16) -> Iterator[str]:
         yield text[start:]
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

@@ -101,8 +101,9 @@ def power_attention(
 
     Raises:
         TypeError: wrong types or dtypes.
-        ValueError: anything else that does not fit, in one line; on a CPU also gates out of range, and outputs that
-            leave the range, as OutOfRangeError. On a GPU these come out as inf, NaN or 0.
+        ValueError: anything else that does not fit, in one line; on a CPU also gates out of range, and sums that leave
+            the range, as OutOfRangeError. On a GPU these come out as inf, NaN or 0. An output beyond the range of the
+            dtype of v, 65,504 for float16, is inf on any device.
 
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).

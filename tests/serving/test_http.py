@@ -88,6 +88,17 @@ def test_a_completion(app, model):
     }
 
 
+def test_a_prompt_that_the_tokenizer_cannot_split_is_refused(app, monkeypatch):
+    def fails(self, text):
+        raise ValueError("the tokenizer's pattern cannot split this text: retry-limit")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", fails)
+    for path, body in (("/v1/completions", {"prompt": "ab"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        answer = post(app, path, {"model": "small", **body})
+        assert answer.status == 400
+        assert answer.json["error"]["message"] == "the tokenizer's pattern cannot split this text: retry-limit"
+
+
 def test_prompts_and_choices_of_one_request(app, model):
     """Texts or tokens, several at once, each `n` times; a prompt counts once."""
     fields = {"prompt": ["some text", "other"], "n": 2, "max_tokens": 5}
