@@ -17,8 +17,8 @@ from sympow.training import override
 # Not gated_delta_net, which needs a package and a GPU.
 SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
                  and value.__module__ == scaling.__name__ and name != "gated_delta_net")  # fmt: skip
-HYBRIDS = ("attention", "softmax_gate", "power", "power_delta", "power_delta_offset", "hyena", "base_conv", "base_conv_full",
-           "base_conv_random", "base_conv_programmatic", "base_conv_learned", "base_conv_published",
+HYBRIDS = ("attention", "softmax_gate", "power", "power_delta", "power_delta_offset", "hyena", "base_conv",
+           "base_conv_full", "base_conv_random", "base_conv_programmatic", "base_conv_learned", "base_conv_published",
            "long_convolution", "h3", "rwkv4", "retnet", "liquid_s4", "hyena_window64", "hyena_window256", "hyena_w2",
            "hyena_w14", "hyena_heads")  # fmt: skip
 CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_random", "control_programmatic",
