@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-
 # Names that other libraries give to fields and values.
 _OTHERS = {
     "lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "seq_len": "context", "dtype": "precision",

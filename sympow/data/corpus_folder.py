@@ -26,7 +26,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sympow.data.text import BPE_TRAINING_CHARACTERS
-from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_document, load_tokenizer, tokenizers_library
+from sympow.data.tokens import (
+    TOKENIZER_FILE,
+    BPETokenizer,
+    Tokenizer,
+    encode_document,
+    load_tokenizer,
+    tokenizers_library,
+)
 from sympow.files import digest, parsed_json, sync, write_text
 from sympow.locks import locked
 
