@@ -135,7 +135,7 @@ def test_a_post_processor_that_adds_many_tokens_is_refused_before_it_runs(ids, s
     template["special_tokens"] = {"s": {"id": "s", "ids": ids, "tokens": ["s"] * len(ids)}}
     if nested:
         template = {"type": "Sequence", "processors": [template]}
-    with pytest.raises(ValueError, match="that adds at most 64 tokens to a text, got one that adds 65$"):
+    with pytest.raises(ValueError, match=r"that adds at most 64 tokens to a text, got one that adds 65$"):
         BPETokenizer(json.dumps(spec(post_processor=template)))
 
 
@@ -147,9 +147,9 @@ def slow_pattern() -> BPETokenizer:
 
 
 def test_a_text_that_the_pattern_cannot_split_is_an_error():
-    with pytest.raises(ValueError, match="^the tokenizer's pattern cannot split this text: .*retry-limit"):
+    with pytest.raises(ValueError, match=r"^the tokenizer's pattern cannot split this text: .*retry-limit"):
         slow_pattern().encode("a" * 40 + "b")
-    with pytest.raises(ValueError, match="^notes.txt: the tokenizer's pattern cannot split this text"):
+    with pytest.raises(ValueError, match=r"^notes.txt: the tokenizer's pattern cannot split this text"):
         encode_document(slow_pattern(), "notes.txt", "a" * 40 + "b")
 
 
