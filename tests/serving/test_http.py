@@ -323,16 +323,16 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
 @pytest.mark.parametrize(
     ("path", "fields", "param", "message"),
     [
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "expected [], got a list"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "expected an empty list, got"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", 'expected "none" or "auto", got "required"'),
-        (CHAT, {"functions": [{"name": "f"}]}, "functions", "expected [], got a list"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions", "expected an empty list, got a list"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type", 'expected "text", got "json_o'),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'expected ["text"], got a list'),
         (CHAT, {"audio": {"voice": "a", "format": "wav"}}, "audio", "expected null, got an object"),
         (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", 'expected "none", got "low"'),
         (COMPLETIONS, {"presence_penalty": 0.5}, "presence_penalty", "expected 0, got 0.5"),
         (CHAT, {"frequency_penalty": -2}, "frequency_penalty", "expected 0, got -2"),
-        (CHAT, {"logit_bias": {"3": 5}}, "logit_bias", "expected {}, got an object"),
+        (CHAT, {"logit_bias": {"3": 5}}, "logit_bias", "expected an empty object, got an object"),
         (COMPLETIONS, {"echo": True}, "echo", "expected false, got true"),
         (COMPLETIONS, {"best_of": 2}, "best_of", "expected 1, got 2"),
         (COMPLETIONS, {"suffix": "end"}, "suffix", 'expected "", got "end"'),
@@ -344,10 +344,10 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
         (COMPLETIONS, {"guided_json": {"type": "object"}}, "guided_json", "expected null, got an object"),
         (CHAT, {"guided_choice": ["a", "b"]}, "guided_choice", "expected null, got a list"),
         (CHAT, {"structured_outputs": {"regex": "a+"}}, "structured_outputs", "expected null, got an object"),
-        (COMPLETIONS, {"stop_token_ids": [3]}, "stop_token_ids", "expected [], got a list"),
+        (COMPLETIONS, {"stop_token_ids": [3]}, "stop_token_ids", "expected an empty list, got a list"),
         (COMPLETIONS, {"ignore_eos": True}, "ignore_eos", "expected false, got true"),
         (CHAT, {"min_tokens": 2}, "min_tokens", "expected 0, got 2"),
-        (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "expected {}, got an object"),
+        (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "expected an empty object, got an object"),
         (
             CHAT,
             {"stream_options": {"continuous_usage_stats": True}},
@@ -364,7 +364,7 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
             CHAT,
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "messages.1.tool_calls",
-            "expected [], got a list",
+            "expected an empty list, got a list",
         ),
     ],
 )
@@ -377,8 +377,24 @@ def test_what_is_not_supported_is_called_so(app, path, fields, param, message):
 
 def test_fields_of_vllm_that_ask_for_nothing_are_accepted(app):
     fields = {"min_p": 0, "repetition_penalty": 1.0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None}
+    fields |= {"top_p": 1, "skip_special_tokens": True, "spaces_between_special_tokens": True}
     for path in (COMPLETIONS, CHAT):
-        assert post(app, path, valid(path, "small") | fields).status == 200
+        given = fields | {"add_special_tokens": path == COMPLETIONS}
+        plain = post(app, path, valid(path, "small") | {"temperature": 1, "seed": 3}).json["choices"]
+        for top_k in (-1, 0):
+            answer = post(app, path, valid(path, "small") | {"temperature": 1, "seed": 3, "top_k": top_k} | given)
+            assert answer.status == 200 and answer.json["choices"] == plain
+        assert post(app, path, valid(path, "small") | {"top_k": -2}).json["error"]["param"] == "top_k"
+
+
+def test_tools_that_must_not_be_called_are_accepted(app):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    fields = {"tools": tools, "tool_choice": "none", "functions": tools, "function_call": "none"}
+    fields |= {"include_reasoning": True}
+    assert post(app, CHAT, valid(CHAT, "small") | fields).status == 200
+    for other in ({"tool_choice": "auto"}, {"tools": "all"}, {"function_call": None}):
+        param = "functions" if "function_call" in other else "tools"
+        assert post(app, CHAT, valid(CHAT, "small") | fields | other).json["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
