@@ -35,6 +35,9 @@ _MARKS = {
 }
 # How compressed files, archives and PDF files begin. A small one may have no zero byte.
 _BINARY = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04", b"%PDF-", b"PAR1", b"ARROW1")
+# A line, or a whole text, may be so many times as large as its compressed file, if it is not small: text is less.
+RATIO = 100
+SMALL = 1 << 26  # bytes
 _HEAD = 8192  # bytes that tell whether a file is text
 
 
@@ -174,7 +177,7 @@ class Reader:
     def text(self, file: TextFile) -> str:
         """Returns the text of a file."""
         with _naming(file), _opened(file) as stream:
-            text = decode(stream.read())
+            text = decode(_whole(file, stream))
         self._note(file, text)
         return text
 
@@ -272,6 +275,25 @@ def _opened(file: TextFile) -> Iterator[BinaryIO]:
             yield stream
 
 
+def _most(file: TextFile) -> int | None:
+    """Returns how large a part of a compressed file may be that is held in memory; None for any other file."""
+    return max(SMALL, RATIO * file.path.stat().st_size) if file.compression else None
+
+
+def _whole(file: TextFile, stream: BinaryIO) -> bytes:
+    """Returns all bytes of an open file. Raises ValueError for a small file that would take much memory."""
+    most = _most(file)
+    data = stream.read(-1 if most is None else most + 1)
+    if most is not None and len(data) > most:
+        raise ValueError(f"{file.path}: {_too_large(file, most, 'bytes')}")
+    return data
+
+
+def _too_large(file: TextFile, most: int, unit: str) -> str:
+    size = file.path.stat().st_size
+    return f"expected at most {most:,} {unit} from the {size:,} bytes of the compressed file; got more"
+
+
 def _encoding(head: bytes) -> str:
     return next((encoding for mark, encoding in _MARKS.items() if head.startswith(mark)), "utf-8")
 
@@ -284,7 +306,11 @@ def _lines(file: TextFile) -> Generator[tuple[int, str]]:
         _opened(file) as stream,
         io.TextIOWrapper(stream, encoding=_encoding(head), errors="replace", newline="\n") as text,
     ):
-        for number, line in enumerate(text, 1):
+        most = _most(file)
+        lines = text if most is None else iter(lambda: text.readline(most + 1), "")
+        for number, line in enumerate(lines, 1):
+            if most is not None and len(line) > most:
+                raise ValueError(f"{file.path}, line {number}: {_too_large(file, most, 'characters')}")
             if line.strip():
                 yield number, line
 
@@ -346,7 +372,7 @@ def _batches(file: TextFile, field: str) -> Iterator[Any]:
             source: Any = raw
             if file.compression:
                 with _opened(file) as stream:
-                    source = arrow.BufferReader(stream.read())
+                    source = arrow.BufferReader(_whole(file, stream))
             if file.kind == "parquet":
                 table = parquet.ParquetFile(source)
                 _check_field(file, field, table.schema_arrow.names)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -47,8 +48,11 @@ class ZarrCorpus:
             raise ValueError(f"zarr corpus {url}: expected an array of documents x tokens, got shape {array.shape}")
         if array.dtype.kind not in "iu":
             raise TypeError(f"zarr corpus {url}: expected integer tokens, got dtype {array.dtype}")
-        if not array.size:
+        tokens = math.prod(array.shape)
+        if not tokens:
             raise ValueError(f"zarr corpus {url} is empty: shape {array.shape}")
+        if tokens >= 1 << 63:
+            raise ValueError(f"zarr corpus {url}: expected fewer than 2**63 tokens, got shape {array.shape!s:.100}")
         documents, length = array.shape
         self.lengths = np.broadcast_to(np.int64(length), (documents,))  # one number, however many documents
         samples = np.unique(np.linspace(0, documents - 1, 4).astype(np.int64))
@@ -125,8 +129,11 @@ def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
         raise FileNotFoundError(f"no zarr array or group at {url}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"zarr corpus {url} is damaged: its metadata are no JSON ({error})") from None
-    except (OSError, ValueError, TypeError, ImportError):  # with a line of their own
+    except (OSError, ImportError):  # with a line of their own
         raise
+    except (ValueError, TypeError) as error:  # of metadata, a protocol or its options
+        line = str(error).split("\n")[0]
+        raise ValueError(f"zarr corpus {url} cannot be read: {line}") from None
     except Exception as error:  # each protocol of fsspec has others
         raise OSError(f"zarr corpus {url} cannot be read: {type(error).__name__} {error}") from None
     if isinstance(node, zarr.Array):

@@ -58,14 +58,14 @@ def explained(init: Callable[..., None]) -> Callable[..., None]:
     """Returns the constructor of a mixer with more errors.
 
     Its TypeError for an option that it does not have names the one it has. It raises TypeError for an option of another
-    type, which names the option, also where Python would take the value for another one.
+    type, or a too large integer, which names the option, also where Python would take the value for another one.
     """
 
     @wraps(init)
     def explaining(self: Any, *arguments: Any, **options: Any) -> None:
         try:
             init(self, *arguments, **options)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             known = ["d_model", "n_heads", *self.option_names()]
             for name in options if _REFUSAL.search(str(error)) else ():
                 if name not in known and (hint := option_hint(name, known)):
@@ -84,9 +84,9 @@ def _mistyped(
     owner: Any, options: dict[str, Any], wrong: Callable[[Parameter, object], object]
 ) -> list[tuple[str, str]]:
     """Returns the options with values that are `wrong` for them, each with an error."""
-    known = owner.option_parameters()
+    known, kind = owner.option_parameters(), type(owner).__name__
     return [
-        (name, f"the option {name!r} of {type(owner).__name__} must be {wanted(known[name], value)}; got {value!r}")
+        (name, f"the option {name!r} of {kind} must be {wanted(known[name], value)}; got {value!r:.200}")
         for name, value in options.items()
         if name in known and wrong(known[name], value)
     ]

@@ -167,7 +167,7 @@ def check_mixer(name: str, options: Mapping[str, Any]) -> None:
             hint = option_hint(option, known)
             raise ValueError(f"the {name} mixer has no option {option!r}{hint}{':' if hint[:1] == ';' else ';'} {has}")
         if words := wanted(known[option], value):
-            raise ValueError(f"the option {option!r} of the {name} mixer must be {words}; got {value!r}")
+            raise ValueError(f"the option {option!r} of the {name} mixer must be {words}; got {value!r:.200}")
     for part in mixer.parts(options).values():
         check_mixer(*part)
 

@@ -17,6 +17,7 @@ from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.registry import FLA_MIXERS, MIXERS
 from sympow.layers.state import MixerState
 from sympow.ops import DecodingState, PowerState
+from sympow.ops.decoding_state import default_capacity
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 
@@ -76,7 +77,7 @@ def deserialize(serialized: SerializedState, device: torch.device | str) -> Any:
 
     Raises ValueError, KeyError or TypeError for other input than a result of `serialize`.
     """
-    return _unpacked(serialized.tree, serialized.tensors, _types(), device)
+    return _unpacked(serialized.tree, dict(serialized.tensors), _types(), device)
 
 
 def fitted(state: Any, like: Any) -> Any:
@@ -85,6 +86,8 @@ def fitted(state: Any, like: Any) -> Any:
     Power attention decodes with a tail on some devices and without a tail on others. So a tail is folded, or an empty
     tail is added. Raises ValueError if the two states are not of one kind.
     """
+    if isinstance(state, PowerState | DecodingState) and isinstance(like, PowerState | DecodingState):
+        _check_sums(state, like)
     if isinstance(state, DecodingState) and isinstance(like, PowerState):
         return state.folded()
     if isinstance(like, DecodingState) and isinstance(state, PowerState | DecodingState):
@@ -102,6 +105,21 @@ def fitted(state: Any, like: Any) -> Any:
     return type(like)(
         **{entry.name: fitted(getattr(state, entry.name), getattr(like, entry.name)) for entry in fields(like)}
     )
+
+
+def _check_sums(state: PowerState | DecodingState, like: PowerState | DecodingState) -> None:
+    """Raises ValueError for other sizes than those of `like`: folding a tail makes a row of D for each of its tokens.
+
+    A file holds no slots, which could name one state many times.
+    """
+    own, wanted = ([each.p, each.key_dim, *each.s.shape[1:]] for each in (state, like))
+    if own != wanted:
+        raise ValueError(f"expected sums of [p, K, G, D, V] = {wanted}; got {own}")
+    if isinstance(state, DecodingState):
+        room = default_capacity(state.s.shape[2])
+        if state.slots is not None or state.capacity > room:
+            slots = "none" if state.slots is None else list(state.slots.shape)
+            raise ValueError(f"expected a tail of at most {room} tokens without slots; got {state.capacity}, {slots}")
 
 
 def _check_leaf(state: Any, like: Any) -> None:
@@ -183,7 +201,8 @@ def _quantized(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def _unpacked(node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type], device: torch.device | str) -> Any:
+def _unpacked(node: Any, tensors: dict[str, Tensor], types: Mapping[str, type], device: torch.device | str) -> Any:
+    """Builds what a node of the tree stands for. It removes the tensors that it uses from `tensors`."""
     if node is None or isinstance(node, bool):
         return node
     if "int" in node:
@@ -204,17 +223,28 @@ def _unpacked(node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type
     return cls(**values)
 
 
-def _unpacked_tensor(node: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str) -> Tensor:
+def _unpacked_tensor(node: Mapping[str, Any], tensors: dict[str, Tensor], device: torch.device | str) -> Tensor:
     dtype = getattr(torch, node["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{node['dtype']} is no dtype")
     # A copy: what comes from a file may be mapped memory, anyhow aligned.
-    x = tensors[node["tensor"]].to(device, copy=True)
+    x = _taken(tensors, node["tensor"]).to(device, copy=True)
     if "scale" in node:
-        x = x.float() * tensors[node["scale"]].to(device)
+        scale = _taken(tensors, node["scale"])
+        if scale.shape != (*x.shape[:-1], 1):  # a product of other shapes may be much larger than the file
+            raise ValueError(f"expected a scale for each row of {list(x.shape)}; got {list(scale.shape)}")
+        x = x.float() * scale.to(device)
     if "order" in node:
         x = x.permute(torch.tensor(node["order"]).argsort().tolist())
     return x.to(dtype)
+
+
+def _taken(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """Removes a tensor and returns it. A second use would be a second copy, so that no size of a file bounds them."""
+    x = tensors.pop(name, None)
+    if x is None:
+        raise ValueError(f"expected a tensor of the file that is used once; got {name!r:.80}")
+    return x
 
 
 def _with_room(held: Any, length: Any, limit: Any, dim: int) -> Tensor:

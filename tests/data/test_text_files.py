@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from sympow.data import DataConfig, open_corpus
+from sympow.data import DataConfig, open_corpus, text_files
 from sympow.data.text import find_texts, text_documents
 
 TEXTS = [f"Text {i}: " + "ein Wort, 词, \U0001f600\n" * (3 * i + 1) for i in range(24)]
@@ -228,6 +228,30 @@ def test_files_that_pyarrow_cannot_read_are_refused_by_name(tmp_path, name, data
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         find_texts(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["gz", "zst"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "a.jsonl",
+            r", line 2: expected at most 20,000 characters from the [\d,]+ bytes of the .* file; got more$",
+        ),
+        ("a.txt", r": expected at most 20,000 bytes from the [\d,]+ bytes of the compressed file; got more$"),
+        ("a.parquet", ": expected at most 20,000 bytes "),
+    ],
+)
+def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path, monkeypatch, end, name, message):
+    monkeypatch.setattr(text_files, "SMALL", 20000)
+    monkeypatch.setattr(text_files, "RATIO", 1)
+    file, data = tmp_path / f"{name}.{end}", lines(["a" * 19000, "b" * 20000])
+    file.write_bytes(gzip.compress(data) if end == "gz" else zstd(data))
+    with pytest.raises(ValueError, match=rf"{file.name}{message}"):
+        [document.read() for document in text_documents(file)]
+    monkeypatch.undo()
+    if name != "a.parquet":
+        assert len(text_documents(file)[0].read()) >= 19000
 
 
 def test_numbers_in_the_field_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 import functools
 import http.server
+import json
 import pickle
 import sys
 import threading
@@ -141,6 +142,25 @@ def test_a_damaged_copy_is_refused(tmp_path):
         corpus[1]
     (path / ".zarray").write_text("{")
     with pytest.raises(ValueError, match=rf"^zarr corpus {path} is damaged: its metadata are no JSON \("):
+        ZarrCorpus(str(path), 50257)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": 0}, "cannot be read: No Zarr data type"),
+        ({"dtype": "|V10"}, "cannot be read: Invalid type: 0"),
+        ({"filters": [{"id": "nope"}]}, "cannot be read: codec not available"),
+        ({"shape": 3}, "cannot be read: The `shape` and"),
+        ({"shape": [10**400, 8]}, r"expected fewer than 2\*\*63 tokens, got shape \(1000"),
+    ],
+)
+def test_an_array_of_wrong_metadata_is_named(tmp_path, changed, message):
+    path = tmp_path / "a.zarr"
+    zarr.create_array(path, data=TOKENS, chunks=(1, TOKENS.shape[1]), zarr_format=2)
+    metadata = json.loads((path / ".zarray").read_text())
+    (path / ".zarray").write_text(json.dumps(metadata | changed))
+    with pytest.raises(ValueError, match=rf"^zarr corpus {path}:? {message}[^\n]*$"):
         ZarrCorpus(str(path), 50257)
 
 

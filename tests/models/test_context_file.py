@@ -286,6 +286,10 @@ def at(*path, value):
     return change
 
 
+def tail_of(capacity):
+    return DecodingState.from_state(PowerState.zeros(1, 2, 16, 16), capacity=capacity)
+
+
 LAYER = ("tree", "fields", "layers", "list", 0)
 MEMORY = (*LAYER, "fields", "behind", "fields")
 CACHE = ("tree", "fields", "layers", "list", 1, "fields")
@@ -327,6 +331,12 @@ CACHE = ("tree", "fields", "layers", "list", 1, "fields")
         (at(*CACHE, "length", value=True), "expected a cache of True tokens"),
         (at(*CACHE, "limit", value={"int": "-5"}), "holds at most -5"),
         (at(*CACHE, "k", "dtype", value="int64"), "expected a tensor of torch.float32, got torch.int64"),
+        (at(*CACHE, "k", "tensor", value="w"), r"x\.ctx does not hold .*expected a tensor .* used once; got 'w'$"),
+        (
+            at(*LAYER, value={"list": [{"tensor": "logits", "dtype": "float32"}] * 2}),
+            "expected a tensor of the file that is used once; got 'logits'$",
+        ),
+        (at(*CACHE, "k", "scale", value="logits"), r"expected a scale for each row .* 43, 16\]; got \[1, 61\]$"),
     ],
 )
 def test_states_of_other_sizes_are_refused(change, message, tmp_path, monkeypatch):
@@ -344,6 +354,26 @@ def test_states_of_other_sizes_are_refused(change, message, tmp_path, monkeypatc
     with pytest.raises(ContextError, match=message) as caught:
         load_context(file, built)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (PowerState.zeros(1, 2, 8, 8, p=3), r"expected sums of \[p, .* = \[2, 16, .*; got \[3, 8, 2, 120, 8\]$"),
+        (tail_of(capacity=1000), "expected a tail of at most 4 tokens without slots; got 1000, none$"),
+        (tail_of(capacity=4).at(torch.zeros(9, dtype=torch.int32)), r"without slots; got 4, \[9\]$"),
+    ],
+    ids=["sums", "tail", "slots"],
+)
+def test_memory_that_grows_when_a_tail_is_folded_is_refused(memory, message, tmp_path):
+    """A tail of C tokens takes C x D numbers, and slots take a state each."""
+    built, file = model(), tmp_path / "x.ctx"
+    context = Context.begin(built).read(built, tokens())
+    layer = context.state.layers[0]
+    context.state.layers[0] = replace(layer, behind=replace(layer.behind, memory=memory))
+    save_context(file, built, context)
+    with pytest.raises(ContextError, match=message):
+        load_context(file, built)
 
 
 @pytest.mark.parametrize("case", CASES)

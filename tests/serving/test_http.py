@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from sympow.data import ByteTokenizer
 from sympow.models import generate
 from sympow.serving import Engine
 from sympow.serving.engine_time import PARTS
-from sympow.serving.http import ChatTemplate, Limits, Service, make_app
+from sympow.serving.http import ChatTemplate, Limits, Service, make_app, sandbox
 from sympow.serving.http.errors import ApiError
 from sympow.serving.http.fields import parsed
 from sympow.serving.http.schema import ChatCompletion, Completion
@@ -47,13 +48,67 @@ RENDERED = [
     ("{{ messages[0] | tojson(True, None, (',', ':'), True) }}", '{"content":"a<b \\u00e9","role":"user"}'),
     ("{{ messages[0]['tool_calls'] is defined }} {{ messages[0].name is defined }}", "False False"),
     ("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}", "user"),
+    ("{{ 10.0 ** 3 }} {{ 2 ** 3 }} {{ 3 * 4 }} {{ 7 % 4 }} {{ 'x' * 3 }} {{ [1] + [2] }} {{ 1 ~ 'a' ~ none }}",
+     "1000.0 8 12 3 xxx [1, 2] 1aNone"),
+    ("{{ '%s %05.1f%% *' % ('a', 3) }} {{ '{{\"a\": \"{:>3}\"}} {}'.format('a', 1700000000) }} {{ '%s'|format(2) }}",
+     'a 003.0% * {"a": "  a"} 1700000000 2'),
+    ("{{ messages[1:][0].content[:1] }} {{ messages|map(attribute='role')|join(', ') }} {{ [1, 2]|sum }}",
+     "c user, assistant 3"),
+    ("{{ ', '.join(messages|map(attribute='role')) }} {{ 'a-b'.replace('-', '+') }} {{ 'a\nb'|indent(2) }}",
+     "user, assistant a+b a\n  b"),
+    ("{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.role }}{% else %}none{% endfor %}", "1user"),
+    ("{% for m in [[1, [2]]] recursive %}{% for x in m if x is iterable %}{{ x }}{% endfor %}{% endfor %}", "[2]"),
+    ("{% macro f(x) %}<{{ x }}>{{ caller() }}{% endmacro %}{% call f('a') %}b{% endcall %}", "<a>b"),
+    ("{% set n = namespace(x='') %}{% for m in messages %}{% set n.x = n.x + m.role ~ 1 %}{% endfor %}{{ n.x }}",
+     "user1assistant1"),
 ]  # fmt: skip
 FAILING = [
     "{{ 1 // 0 }}", "{{ 1 / 0 }}", "{{ messages[0].role.x.y }}", "{{ messages[0] + 1 }}", "{{ 10.0 ** 400 }}",
     "{{ messages | tojson(indent=[]) }}", "{{ messages | tojson(what=1) }}", "{{ range(10 ** 9) | list }}",
+    "{{ {}['a'].b() }}", "{{ ''.join() }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages.append(1) }}", "{{ 'a'.encode('ascii', 3) }}",
     "{{ raise_exception('no\nline') }}", "{{ raise_exception('') }}", "{{ '%d' % 'a' }}", "{{ '{x}'.format() }}",
     "{{ [][3] | int / messages[7] }}", "{{ strftime_now(3) }}", "{{ 'é'.encode('ascii') }}", "{% include 'a' %}",
+]  # fmt: skip
+LONG = "expected texts of at most 1,000,000 characters; got about "
+MANY = "expected at most 10,000 steps and 10,000,000 characters; got more"
+WIDE = "expected a format with widths of at most 5 digits in it"
+DEEP = "{% set n = namespace(x=['a']) %}{% for i in range(20) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+# Templates that take time or memory without a bound, here at sizes that a machine can do.
+UNBOUNDED = [
+    ("{{ 2 ** 10001 }}", "expected integers of at most 10,000 bits; got about 2.0e+04"),
+    ("{{ (2 ** 4999 * 2 ** 4999) * 4 }}", "expected integers of at most 10,000 bits; got about 1.0e+04"),
+    ("{{ ('a' * 60000000)|length }}", LONG + "6.0e+07"),
+    ("{{ ([0] * 1000000)|length }}", LONG + "1.0e+08"),
+    ("{% for a in range(1001) %}{% for b in range(1000) %}{% endfor %}{% endfor %}", MANY),
+    ("{% for a in range(101) %}{% for b in range(9999) if b < 0 %}{% endfor %}{% endfor %}", MANY),
+    ("{% for a in range(101) %}{{ range(9999)|select('none')|list }}{% endfor %}", MANY),
+    ("{% set x %}{% for a in range(9999) %}" + "x" * 10000 + "{% endfor %}{% endset %}", MANY),
+    ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(18) }}", MANY),
+    ("{% set n = namespace(x='aaaa') %}{% for i in range(24) %}{% set n.x = n.x + n.x %}{% endfor %}", LONG),
+    ("{% set n = namespace(x='aaaa') %}{% for i in range(24) %}{% set n.x = n.x ~ n.x %}{% endfor %}", LONG),
+    ("{% set n = namespace(x='aaaa') %}{% for i in range(26) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+     LONG),
+    ("{% set n = namespace(x=[], b='a' * 500000) %}"
+     "{% for i in range(600) %}{% set n.x = n.x + [n.b[1:]] %}{% endfor %}", MANY),
+    ("{% set n = namespace(x=[], b='a' * 500000) %}"
+     "{% for i in range(600) %}{% set n.x = n.x + [n.b.upper()] %}{% endfor %}", MANY),
+    ("{{ ('a' * 1000000)|list|length }}", LONG),
+    *((DEEP + use, LONG) for use in (
+        "{{ n.x }}", "{{ n.x|tojson|length }}", "{{ n.x|string|length }}", "{{ ('%s' % n.x)|length }}",
+        "{{ '{}'.format(n.x)|length }}", "{{ (n.x ~ '')|length }}", "{{ {'a': n.x}.values()|string|length }}")),
+    (DEEP + "{{ n }}", "expected a text or a list; got a namespace"),
+    *((use, LONG) for use in (
+        "{{ 'a'|center(60000000)|length }}", "{{ 'a'.ljust(60000000)|length }}", "{{ 'a'|indent(60000000)|length }}",
+        "{{ range(99999)|join('a' * 1000)|length }}", "{{ ('a' * 1000).join(['b'] * 99999)|length }}",
+        "{{ ('a' * 9999)|replace('a', 'b' * 9999)|length }}", "{{ ('a' * 9999).replace('a', 'b' * 9999)|length }}",
+        "{{ [1]|tojson(indent=60000000)|length }}", "{{ ([[1] * 1000] * 1000)|sum(start=[])|length }}",
+        "{% filter center(60000000) %}a{% endfilter %}")),
+    *((use, WIDE) for use in (
+        "{{ '%999999d' % 1 }}", "{{ '%*d' % (999999, 1) }}", "{{ '%.*f' % (999999, 1) }}",
+        "{{ '%(a)-999999d' % {'a': 1} }}",
+        "{{ '%999999d'|format(1) }}", "{{ '{:999999}'.format(1) }}", "{{ '{:{}}'.format(1, 999999) }}")),
+    ("{{ lipsum(1) }}", "'lipsum' is undefined"),
 ]  # fmt: skip
 
 
@@ -279,16 +334,16 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
 @pytest.mark.parametrize(
     ("path", "fields", "param", "message"),
     [
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "expected [], got a list"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "expected an empty list, got"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", 'expected "none" or "auto", got "required"'),
-        (CHAT, {"functions": [{"name": "f"}]}, "functions", "expected [], got a list"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions", "expected an empty list, got a list"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type", 'expected "text", got "json_o'),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'expected ["text"], got a list'),
         (CHAT, {"audio": {"voice": "a", "format": "wav"}}, "audio", "expected null, got an object"),
         (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", 'expected "none", got "low"'),
         (COMPLETIONS, {"presence_penalty": 0.5}, "presence_penalty", "expected 0, got 0.5"),
         (CHAT, {"frequency_penalty": -2}, "frequency_penalty", "expected 0, got -2"),
-        (CHAT, {"logit_bias": {"3": 5}}, "logit_bias", "expected {}, got an object"),
+        (CHAT, {"logit_bias": {"3": 5}}, "logit_bias", "expected an empty object, got an object"),
         (COMPLETIONS, {"echo": True}, "echo", "expected false, got true"),
         (COMPLETIONS, {"best_of": 2}, "best_of", "expected 1, got 2"),
         (COMPLETIONS, {"suffix": "end"}, "suffix", 'expected "", got "end"'),
@@ -300,10 +355,10 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
         (COMPLETIONS, {"guided_json": {"type": "object"}}, "guided_json", "expected null, got an object"),
         (CHAT, {"guided_choice": ["a", "b"]}, "guided_choice", "expected null, got a list"),
         (CHAT, {"structured_outputs": {"regex": "a+"}}, "structured_outputs", "expected null, got an object"),
-        (COMPLETIONS, {"stop_token_ids": [3]}, "stop_token_ids", "expected [], got a list"),
+        (COMPLETIONS, {"stop_token_ids": [3]}, "stop_token_ids", "expected an empty list, got a list"),
         (COMPLETIONS, {"ignore_eos": True}, "ignore_eos", "expected false, got true"),
         (CHAT, {"min_tokens": 2}, "min_tokens", "expected 0, got 2"),
-        (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "expected {}, got an object"),
+        (CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "expected an empty object, got an object"),
         (
             CHAT,
             {"stream_options": {"continuous_usage_stats": True}},
@@ -320,7 +375,7 @@ def test_refusals_say_what_is_wrong(app, path, fields, status, message):
             CHAT,
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "messages.1.tool_calls",
-            "expected [], got a list",
+            "expected an empty list, got a list",
         ),
     ],
 )
@@ -333,8 +388,24 @@ def test_what_is_not_supported_is_called_so(app, path, fields, param, message):
 
 def test_fields_of_vllm_that_ask_for_nothing_are_accepted(app):
     fields = {"min_p": 0, "repetition_penalty": 1.0, "ignore_eos": False, "stop_token_ids": [], "guided_json": None}
+    fields |= {"top_p": 1, "skip_special_tokens": True, "spaces_between_special_tokens": True}
     for path in (COMPLETIONS, CHAT):
-        assert post(app, path, valid(path, "small") | fields).status == 200
+        given = fields | {"add_special_tokens": path == COMPLETIONS}
+        plain = post(app, path, valid(path, "small") | {"temperature": 1, "seed": 3}).json["choices"]
+        for top_k in (-1, 0):
+            answer = post(app, path, valid(path, "small") | {"temperature": 1, "seed": 3, "top_k": top_k} | given)
+            assert answer.status == 200 and answer.json["choices"] == plain
+        assert post(app, path, valid(path, "small") | {"top_k": -2}).json["error"]["param"] == "top_k"
+
+
+def test_tools_that_must_not_be_called_are_accepted(app):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    fields = {"tools": tools, "tool_choice": "none", "functions": tools, "function_call": "none"}
+    fields |= {"include_reasoning": True}
+    assert post(app, CHAT, valid(CHAT, "small") | fields).status == 200
+    for other in ({"tool_choice": "auto"}, {"tools": "all"}, {"function_call": None}):
+        param = "functions" if "function_call" in other else "tools"
+        assert post(app, CHAT, valid(CHAT, "small") | fields | other).json["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -611,6 +682,20 @@ class TestChatTemplate:
         assert error["message"].startswith("the chat template refuses these messages: ")
         assert "\n" not in error["message"] and error["param"] == "messages"
 
+    @pytest.mark.parametrize(("source", "message"), UNBOUNDED)
+    def test_a_template_has_bounds(self, source, message, monkeypatch):
+        monkeypatch.setattr(sandbox, "LONGEST", sandbox.LONGEST // 50)
+        monkeypatch.setattr(sandbox, "BUDGET", sandbox.BUDGET // 100)
+        with pytest.raises(ApiError, match=f"^the chat template refuses these messages: {re.escape(message)}"):
+            ChatTemplate(source).render([])
+
+    def test_nothing_is_computed_when_a_template_is_compiled(self):
+        """A server would not start. `autoescape` is read then; its operators and filters are left alone."""
+        environment = sandbox.BoundedEnvironment()
+        code = environment.compile("{{ 3 ** 2 }}{{ 'a' * 7 }}{{ 'a'|center(7) }}", raw=True)
+        assert "aaaaaaa" not in code and "   a   " not in code and "'9'" not in code
+        environment.compile("{% autoescape 'a'|center(10 ** 10) * 10 ** 10 %}{% endautoescape %}")
+
     @pytest.mark.parametrize("template", [None, [], ["a"], [{"name": "rag", "template": "a"}], [{"name": "default"}]])
     def test_a_config_without_a_default_template(self, tmp_path, template):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -623,7 +708,8 @@ class TestChatTemplate:
             ChatTemplate.of(tmp_path)
 
     def test_refusals(self):
-        for source in ("{% for %}", "{% generation %}", "{% endgeneration %}", "{% generation %}{% endfor %}"):
+        nested = "{% for i in messages %}" * 30 + "{% endfor %}" * 30
+        for source in (nested, "{% for %}", "{% generation %}", "{% endgeneration %}", "{% generation %}{% endfor %}"):
             with pytest.raises(ValueError, match="the chat template cannot be read: "):
                 ChatTemplate(source)
         with pytest.raises(ApiError, match="the chat template refuses these messages: "):

@@ -10,31 +10,31 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sympow.data.tokenizer_files import special_tokens, tokenizer_config
 from sympow.serving.http.errors import ApiError
+from sympow.serving.http.sandbox import BoundedEnvironment, bounded
 
 
 class ChatTemplate:
     """Renders messages by a template in the form of Hugging Face tokenizers.
 
     Args:
-        source: in Jinja; it runs in a sandbox.
+        source: in Jinja; it runs in a sandbox, within bounds of steps and sizes.
         **tokens: special tokens by name, such as bos_token="<s>".
 
     Raises ValueError if `source` is no template.
     """
 
     def __init__(self, source: str, /, **tokens: str):
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self._environment.filters["tojson"] = bounded("tojson", _to_json)
+        self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
-            self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
+            self._template = self._environment.from_string(source)
+        except Exception as error:  # templates are programs, which Python compiles
             raise ValueError(f"the chat template cannot be read: {_line(error)}") from None
         self._tokens = tokens
 
@@ -59,7 +59,7 @@ class ChatTemplate:
         """Returns the text before the answer. Raises ApiError 400 for messages on which the template fails."""
         given = self._tokens | {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(given)
+            return self._environment.render(self._template, given)
         except Exception as error:  # templates are programs, which fail in any way
             raise ApiError(400, f"the chat template refuses these messages: {_line(error)}", param="messages") from None
 

@@ -24,7 +24,8 @@ def only(*known: Any) -> PlainValidator:
 
     Null is accepted, and so are values that ask for nothing else than the server does.
     """
-    accepted = " or ".join(map(json.dumps, known)) or "null"
+    empty = {"[]": "an empty list", "{}": "an empty object"}
+    accepted = " or ".join(empty.get(text, text) for text in map(json.dumps, known)) or "null"
 
     def check(value: Any) -> Any:
         if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from sympow.serving.http.fields import only
 
@@ -15,6 +15,8 @@ _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Tokens = Annotated[list[_Token], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
+# vLLM's clients write -1 or 0 for no limit.
+_TopK = Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(lambda k: k if k > 0 else None)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 
 
@@ -81,8 +83,8 @@ class VLLMFields(_Body):
     return_tokens_as_token_ids: Annotated[Any, only(False)] = None
     routed_experts_prompt_start: Annotated[Any, only(0)] = None
     session_id: Annotated[Any, only()] = None
-    skip_special_tokens: Annotated[Any, only(False)] = None
-    spaces_between_special_tokens: Annotated[Any, only(False)] = None
+    skip_special_tokens: Annotated[Any, only(True, False)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True, False)] = None
     stop_token_ids: Annotated[Any, only([])] = None
     stream_interval: Annotated[Any, only()] = None
     structural_tag: Annotated[Any, only()] = None
@@ -100,13 +102,14 @@ class Generation(VLLMFields):
 
     A null means the default.
 
-    `top_k` is not a field of OpenAI: draw from the k likeliest tokens. `user`, `store` and `metadata` have no effect.
+    `top_k` is not a field of OpenAI: draw from the k likeliest tokens. `user`, `store` and `metadata` have no effect,
+    nor have `skip_special_tokens` and `spaces_between_special_tokens`.
     """
 
     model: Annotated[str, Field(max_length=1024)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    top_k: _TopK | None = None
     seed: _Seed | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -135,6 +138,7 @@ class Completion(Generation):
 
     prompt: str | _Tokens | _Texts | Annotated[list[_Tokens], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: Annotated[Any, only(True)] = None
     prompt_embeds: Annotated[Any, only()] = None
 
     @property
@@ -186,12 +190,13 @@ class ChatCompletion(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: Annotated[Any, only(False)] = None
     add_generation_prompt: Annotated[Any, only(True)] = None
     chat_template: Annotated[Any, only()] = None
     chat_template_kwargs: Annotated[Any, only({})] = None
     continue_final_message: Annotated[Any, only(False)] = None
     documents: Annotated[Any, only([])] = None
-    include_reasoning: Annotated[Any, only()] = None
+    include_reasoning: Annotated[Any, only(True, False)] = None
     media_io_kwargs: Annotated[Any, only()] = None
     return_prompt_text: Annotated[Any, only(False)] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -211,3 +216,12 @@ class ChatCompletion(Generation):
     service_tier: Annotated[Any, only("auto", "default")] = None
     verbosity: Annotated[Any, only("medium")] = None
     web_search_options: Annotated[Any, only()] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused_tools(cls, given: Any) -> Any:
+        """Leaves out tools that the request itself forbids to call."""
+        for choice, tools in (("tool_choice", "tools"), ("function_call", "functions")):
+            if isinstance(given, dict) and given.get(choice) == "none" and isinstance(given.get(tools), list):
+                given = given | {tools: []}
+        return given
