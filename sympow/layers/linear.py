@@ -93,8 +93,10 @@ class LinearAttention(AttentionMixer):
         q, k, v = self.rotated_heads(x, self.first_position(x))
         q, k, v = _with_one(q), _with_one(k), F.pad(v, (0, 1), value=1.0)  # the last value counts the weights
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
-        squares = power_attention(q, k, v, **self._options() | {"p": 2} | split).out
-        total = squares.unflatten(2, (self.n_kv_heads, -1)) + self._sums(v, cu_seqlens)[:, :, :, None]
+        # A sixteenth of the squares, as float16 ends at 65,504.
+        squares = power_attention(q, k, v, **self._options() | {"p": 2, "scale": 0.25} | split).out
+        sums = self._sums(v, cu_seqlens)[:, :, :, None]
+        total = 16 * squares.to(sums.dtype).unflatten(2, (self.n_kv_heads, -1)) + sums
         return (total[..., :-1] / (total[..., -1:] + 2e-6)).flatten(2, 3).to(squares.dtype)
 
     def _sums(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -216,6 +216,14 @@ def test_taylor_features_are_the_formula(rotation):
     assert layer.init_state(1).memory.s.shape == (1, 2, 15, 4)
 
 
+def test_weights_of_a_taylor_series_add_up_in_float16():
+    """Those of 70,000 tokens to more than float16 holds."""
+    layer = LinearAttention(8, 2, feature_map="taylor", rotation="none")
+    x = normal(1, 1, 8).float().expand(1, 70_000, 8)
+    exact = layer(x)
+    torch.testing.assert_close(layer.half()(x.half()).float(), exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
+
+
 def test_elu_keeps_its_precision_late_in_a_row_of_documents():
     layer = LinearAttention(8, 2, feature_map="elu+1")
     x = normal(1, 20_000, 8).float()
