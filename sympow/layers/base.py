@@ -372,7 +372,7 @@ def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:
     """
     if len(gate_bias) != 2:
         raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
-    if not all(abs(bias) <= MOST_BIAS for bias in gate_bias):
+    if not all(-MOST_BIAS <= bias <= MOST_BIAS for bias in gate_bias):
         raise ValueError(f"gate_bias must be finite, and at most {MOST_BIAS:g} in size; got {gate_bias!r}")
     first, last = gate_bias
     return torch.linspace((first + last) / 2 if n_kv_heads == 1 else first, last, n_kv_heads, device="cpu")

@@ -85,7 +85,7 @@ class PowerDeltaAttention(AttentionMixer):
         for name, number in (("beta", beta), ("beta_max", beta_max)):
             if number is not None and not 0 < number <= 2:
                 raise ValueError(f"{name} must be above 0 and at most 2, or the state can grow; got {number}")
-        if not abs(beta_bias) <= MOST_BIAS:
+        if not -MOST_BIAS <= beta_bias <= MOST_BIAS:
             raise ValueError(f"beta_bias must be finite, and at most {MOST_BIAS:g} in size; got {beta_bias}")
         if not (math.isfinite(offset) and offset >= 0):
             raise ValueError(f"offset must be finite and not negative; got {offset}")
