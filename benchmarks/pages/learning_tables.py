@@ -31,6 +31,8 @@ LABELS = {
     "hybrid_window_delta": "three layers delta rule, two windows of 128, one softmax, gate",
     "heads_delta": "window of 1,024 and delta rule, half of the heads each",
     'heads_delta+options={"offset":0.09}': "window of 1,024 and delta rule with offset 0.09, half of the heads each",
+    'hybrid_heads_delta+hybrid_heads.options={"offset":0.09}': "five layers window of 1,024 and delta rule with offset "
+    "0.09, half of the heads each; one softmax, gate",
     "heads_delta+window=512": "window of 512 and delta rule, half of the heads each",
     "hybrid_heads_delta": "five layers window of 1,024 and delta rule, half of the heads each; one softmax, gate",
     "gated_heads_delta": "window of 1,024, gate, and delta rule, half of the heads each",
@@ -95,9 +97,10 @@ def _of_corpus(rows: Sequence[Row]) -> str:
                 continue
             own = best[variant]
             rates = sorted({row["learning_rate"] for row in same if row["variant"] == variant})
+            gains = [row["gain"] for row in own if row["gain"] is not None]
             cells = [f"{context:,}", f"{tokens / 1e6:,.0f}M", label + SIZES[size], optimizer,
                      f"{own[0]['learning_rate']:g}", str(len(own)), marked(mean(row['held_out_loss'] for row in own)),
-                     _ratio(own, best.get(CONTROL, [])), f"{mean(row['gain'] for row in own):.2f}",
+                     _ratio(own, best.get(CONTROL, [])), f"{mean(gains):.2f}" if gains else "",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(cells)
     heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"

@@ -12,7 +12,7 @@ import zarr
 from benchmarks import learning
 from benchmarks.common.measure import read
 from benchmarks.context_scaling import work
-from benchmarks.context_scaling.grid import DOCUMENT, SCALES
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES
 from benchmarks.pages import learning_tables
 from benchmarks.tables import ROOT
 from sympow.recall.results import group, read_rows
@@ -178,9 +178,9 @@ def test_pages_quote_the_committed_rows():
     assert f"after a billion {last} for windows and delta rule in half of the heads each (one run)" in readme
     assert f"without a rotation (`scaling:hybrid_delta_gate`) have {hybrid} times the loss" in guide
 
-    def less(variant: str, base: str, context: int = 4096) -> list[float]:
-        """The losses of a variant less those of the base, of the same seeds after 30 million tokens."""
-        same = group([row for row in rows if (row["context"], row["tokens"]) == (context, short)], "variant", "seed")
+    def less(variant: str, base: str, context: int = 4096, tokens: int = short) -> list[float]:
+        """The losses of a variant less those of the base, of the same seeds."""
+        same = group([row for row in rows if (row["context"], row["tokens"]) == (context, tokens)], "variant", "seed")
         pairs = [(same[variant, seed][0], same[base, seed][0]) for seed in learning.SEEDS]
         return [own["held_out_loss"] - other["held_out_loss"] for own, other in pairs]
 
@@ -191,6 +191,10 @@ def test_pages_quote_the_committed_rows():
     whole, at_1024 = (less("power_delta+offset=0.09", "power_delta", context) for context in (4096, 1024))
     assert f"the difference is {mean(whole):.3f} at 4,096 tokens (three pairs, from {min(whole):.3f} to" in page
     assert f"{mean(at_1024):.3f} at 1,024 (from {min(at_1024):.3f} to +{max(at_1024):.3f})" in page
+    in_hybrid = less('hybrid_heads_delta+hybrid_heads.options={"offset":0.09}', "hybrid_heads_delta", tokens=middle)
+    assert f"{mean(in_hybrid):.3f} nats after 100 million tokens (three pairs, from {min(in_hybrid):.3f} to" in page
+    offset, none = (ratio(name, 4096, LONG) for name in ('heads_delta+options={"offset":0.09}', "heads_delta"))
+    assert f"to {offset} times after 300 million (one run)" in guide and none == "1.03"
     fixed = less("power_delta+beta=0.5", "power_delta")
     assert f"by {-mean(fixed):.3f} nats (from {-max(fixed):.3f} to {-min(fixed):.3f})" in page
     assert f"has {window} times its loss, the delta rule {delta_later} times and p = 2 {later} times" in guide
