@@ -123,13 +123,16 @@ def _make_types_once() -> None:
 
 
 def _shorten_operators() -> None:
-    """Lets operators between tensors of the same dtype, between a tensor and a number, and between pointers and
-    offsets be the call of NumPy that the interpreter comes to, and `x[:, None]` a view. NumPy broadcasts as Triton
-    does. Whatever else an operator is asked for goes the long way.
+    """Lets operators go straight to the call of NumPy that the interpreter comes to.
+
+    These are operators between tensors of the same dtype, between integers, between a tensor and a number, and between
+    a pointer and an offset. NumPy broadcasts as Triton does. A load goes straight to the interpreter's own, and
+    `x[:, None]` is a view. Whatever else is asked for goes the long way.
     """
     tensor, handle, constexpr, block_type = tl.tensor, triton_interpreter.TensorHandle, tl.constexpr, tl.core.block_type
     floats = {tl.float32.name: np.float32, tl.float64.name: np.float64, tl.float16.name: np.float16}
     integers = {tl.int32.name: np.int32, tl.int64.name: np.int64}
+    numbers = floats | integers
     wide = {name: floats[name] for name in (tl.float32.name, tl.float64.name)}  # of whose quotients the type is theirs
     bits = {tl.int1.name: np.bool_, **integers}
     least = {name: np.iinfo(kind) for name, kind in integers.items()}
@@ -153,21 +156,30 @@ def _shorten_operators() -> None:
             return integers[name](value)
         return None
 
+    def size_at(pointer):
+        """The bytes of what a pointer points to."""
+        return max(1, pointer.element_ty.primitive_bitwidth // 8)
+
     def shortened(operation, kinds, gives=None, swapped=False, pointers=False):
         def short(a, b):
             dtype, name, x = a.dtype, a.dtype.name, a.handle.data
             if type(b) is constexpr:
                 b = b.value
             if type(b) is tensor:
-                if name != b.dtype.name:
-                    if not pointers or not dtype.is_ptr() or b.dtype.name not in integers:
-                        return None
-                    size = max(1, a.handle.get_element_ty().primitive_bitwidth // 8)
-                    out = x + size * b.handle.data.astype(np.uint64)
-                    return made(out, dtype, out.shape if a.shape or b.shape else ())
-                if name not in kinds:
-                    return None
                 y, shape = b.handle.data, a.shape or b.shape
+                if name != b.dtype.name:
+                    if b.dtype.name not in integers:
+                        return None
+                    if pointers and dtype.is_ptr():
+                        out = x + size_at(dtype) * y.astype(np.uint64)
+                        return made(out, dtype, out.shape if shape else ())
+                    if name not in integers or kinds is not numbers:
+                        return None
+                    dtype = tl.int64
+                elif name not in kinds:
+                    return None
+            elif pointers and type(b) is int and b >= 0 and dtype.is_ptr():
+                return made(x + np.uint64(size_at(dtype) * b), dtype, x.shape if a.shape else ())
             else:
                 y, shape = number_of(b, name) if name in kinds else None, a.shape
                 if y is None:
@@ -189,7 +201,6 @@ def _shorten_operators() -> None:
         data = x.handle.data[index]
         return made(data, x.dtype, data.shape)
 
-    numbers = floats | integers
     operators = {
         "__add__": shortened(np.add, numbers, pointers=True),
         "__radd__": shortened(np.add, numbers, swapped=True),
