@@ -46,6 +46,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
+def pytest_collection_finish():
+    """Lets no collection of garbage look through all modules and tests, which the package asks for now and then."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """What a test draws without a generator of its own, such as a layer's weights, is the same in any order of tests.

@@ -11,6 +11,7 @@ import triton.runtime.interpreter as triton_interpreter
 
 _PLACES = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base]  # where functions are replaced
 _language: list[tuple] = []  # each of them with its names, before the interpreter replaces any
+_ALL = slice(None)  # `:`
 _replaced = set()  # device functions whose language the interpreter has replaced
 
 
@@ -23,12 +24,13 @@ def restore_language() -> None:
 
 
 def speed_up() -> None:
-    """Leaves out four things, in this process.
+    """Leaves out five things, in this process.
 
     The interpreter replaces the functions of triton.language by its own at every call of a device function. The first
     call is enough: the kernel around it does so too. It checks every sum and product of integers for an overflow,
     which no index of a test's small shapes can have. It makes a table of all dtypes wherever it needs one of them. And
     for every number it makes the type again, each size in it an object with a type of its own.
+    And an operator between tensors goes through a dozen functions before NumPy computes it.
     """
     builder = triton_interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -53,6 +55,7 @@ def speed_up() -> None:
 
     triton_interpreter._get_np_dtype = numpy_dtype
     _make_types_once()
+    _shorten_operators()
     _language[:] = [(place, dict(vars(place))) for place in _PLACES]
 
 
@@ -117,6 +120,153 @@ def _make_types_once() -> None:
     semantic.to_tensor, semantic.scalar_constant = to_tensor, scalar_constant
     semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _shorten_operators() -> None:
+    """Lets operators go straight to the call of NumPy that the interpreter comes to.
+
+    These are operators between tensors of the same dtype, between integers, between a tensor and a number, and between
+    a pointer and an offset. NumPy broadcasts as Triton does. A load goes straight to the interpreter's own, and
+    `x[:, None]` is a view. Whatever else is asked for goes the long way.
+    """
+    tensor, handle, constexpr, block_type = tl.tensor, triton_interpreter.TensorHandle, tl.constexpr, tl.core.block_type
+    floats = {tl.float32.name: np.float32, tl.float64.name: np.float64, tl.float16.name: np.float16}
+    integers = {tl.int32.name: np.int32, tl.int64.name: np.int64}
+    numbers = floats | integers
+    wide = {name: floats[name] for name in (tl.float32.name, tl.float64.name)}  # of whose quotients the type is theirs
+    bits = {tl.int1.name: np.bool_, **integers}
+    least = {name: np.iinfo(kind) for name, kind in integers.items()}
+    blocks: dict[tuple, dict] = {}
+
+    def made(data, dtype, shape):
+        """A tensor of a dtype with a block's shape, or () for a number."""
+        key = (dtype.name, getattr(dtype, "address_space", None), shape)
+        if key not in blocks:
+            blocks[key] = dict(vars(tensor(None, block_type(dtype, list(shape)) if shape else dtype)))
+        holder, out = object.__new__(handle), object.__new__(tensor)
+        holder.data, holder.dtype, holder.attr = data, dtype, {}
+        vars(out).update(blocks[key], handle=holder)
+        return out
+
+    def number_of(value, name):
+        """A Python number as the dtype of the tensor beside it has it, or None where that is not so simple."""
+        if name in floats and type(value) in (int, float):
+            return floats[name](value)
+        if type(value) is int and name in integers and least[name].min <= value <= least[name].max:
+            return integers[name](value)
+        return None
+
+    def size_at(pointer):
+        """The bytes of what a pointer points to."""
+        return max(1, pointer.element_ty.primitive_bitwidth // 8)
+
+    def shortened(operation, kinds, gives=None, swapped=False, pointers=False):
+        def short(a, b):
+            dtype, name, x = a.dtype, a.dtype.name, a.handle.data
+            if type(b) is constexpr:
+                b = b.value
+            if type(b) is tensor:
+                y, shape = b.handle.data, a.shape or b.shape
+                if name != b.dtype.name:
+                    if b.dtype.name not in integers:
+                        return None
+                    if pointers and dtype.is_ptr():
+                        out = x + size_at(dtype) * y.astype(np.uint64)
+                        return made(out, dtype, out.shape if shape else ())
+                    if name not in integers or kinds is not numbers:
+                        return None
+                    dtype = tl.int64
+                elif name not in kinds:
+                    return None
+            elif pointers and type(b) is int and b >= 0 and dtype.is_ptr():
+                return made(x + np.uint64(size_at(dtype) * b), dtype, x.shape if a.shape else ())
+            else:
+                y, shape = number_of(b, name) if name in kinds else None, a.shape
+                if y is None:
+                    return None
+            out = operation(y, x) if swapped else operation(x, y)
+            return made(out, gives or dtype, out.shape if shape else ())
+
+        return short
+
+    def remainder(x, y):
+        return np.fmod(x, y)
+
+    def quotient(x, y):
+        return (x - np.fmod(x, y)) // y
+
+    def viewed(x, index):
+        if not x.shape or type(index) is not tuple or not all(each is None or each == _ALL for each in index):
+            return None
+        data = x.handle.data[index]
+        return made(data, x.dtype, data.shape)
+
+    operators = {
+        "__add__": shortened(np.add, numbers, pointers=True),
+        "__radd__": shortened(np.add, numbers, swapped=True),
+        "__sub__": shortened(np.subtract, numbers),
+        "__rsub__": shortened(np.subtract, numbers, swapped=True),
+        "__mul__": shortened(np.multiply, numbers),
+        "__rmul__": shortened(np.multiply, numbers, swapped=True),
+        "__truediv__": shortened(np.divide, wide),
+        "__rtruediv__": shortened(np.divide, wide, swapped=True),
+        "__floordiv__": shortened(quotient, integers),
+        "__mod__": shortened(remainder, integers),
+        "__lt__": shortened(np.less, numbers, tl.int1),
+        "__le__": shortened(np.less_equal, numbers, tl.int1),
+        "__gt__": shortened(np.greater, numbers, tl.int1),
+        "__ge__": shortened(np.greater_equal, numbers, tl.int1),
+        "__eq__": shortened(np.equal, numbers, tl.int1),
+        "__ne__": shortened(np.not_equal, numbers, tl.int1),
+        "__and__": shortened(np.bitwise_and, bits),
+        "__or__": shortened(np.bitwise_or, bits),
+        "__getitem__": viewed,
+    }
+
+    stored = {**numbers, tl.bfloat16.name: np.uint16}
+    known = set()  # options of loads that the long way has checked
+
+    def load(pointer, mask=None, other=None, **options):
+        """A load through pointers, of zeros where there is a mask."""
+        if type(other) is constexpr:
+            other = other.value
+        element = getattr(pointer.dtype, "element_ty", None) if type(pointer) is tensor else None
+        kind = stored.get(getattr(element, "name", None))
+        masked = mask is None or (type(mask) is tensor and mask.dtype.name == tl.int1.name)
+        as_usual = masked and (other is None or (type(other) in (int, float) and other == 0 and mask is not None))
+        if kind is None or not as_usual or (mask is not None and mask.shape and not pointer.shape):
+            return None
+        checked = tuple((name, each.value if type(each) is constexpr else each) for name, each in options.items())
+        if checked not in known:
+            known.add(checked)
+            return None
+        at, there = pointer.handle.data, None if mask is None else mask.handle.data
+        if mask is None:
+            there = np.ones(at.shape, bool)
+        elif there.shape != at.shape:
+            at, there = np.broadcast_arrays(at, there)
+        out = triton_interpreter._interpreter.load(at, there, np.zeros(at.shape, kind), np.dtype(kind))
+        return made(out, element, at.shape if pointer.shape else ())
+
+    def installed(short, long):
+        def operator(*arguments, **options):
+            found = short(*arguments, **options)
+            return long(*arguments, **options) if found is None else found
+
+        operator.short = short
+        return operator
+
+    replacing = triton_interpreter._patch_lang
+
+    def patch_lang(fn):
+        scope = replacing(fn)
+        for place, name, short in [*((tensor, *each) for each in operators.items()), (tl, "load", load)]:
+            if not hasattr(long := getattr(place, name), "short"):
+                operator = installed(short, long)
+                setattr(place, name, operator) if scope is None else scope.set_attr(place, name, operator)
+        return scope
+
+    triton_interpreter._patch_lang = patch_lang
 
 
 def compute_in_bfloat16() -> None:

@@ -61,7 +61,6 @@ def world(tmp_path_factory):
             write_run_folder(folder / name, config, model, tokenizer=tokenizer)
         gc.freeze()  # every run of recall collects garbage, and need not look through all modules for it
         yield folder
-        gc.unfreeze()
 
 
 def sweep_of_the_page() -> str:

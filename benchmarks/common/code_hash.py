@@ -65,17 +65,25 @@ def _modules(part: str, files: Mapping[str, str]) -> list[str]:
 def _imported(path: str, files: Mapping[str, str]) -> Iterator[str]:
     """Returns the paths of the modules of `sympow` that a file imports at any place. The packages that contain a module
     are left out, because they only collect names."""
-    for node in ast.walk(ast.parse(files[path])):
-        names = []
+    for name in _names_imported(files[path]):
+        at = name.replace(".", "/")
+        yield from (there for there in (f"{at}.py", f"{at}/__init__.py") if there in files)
+
+
+# Most files are the same at many commits.
+@lru_cache(maxsize=4096)
+def _names_imported(source: str) -> tuple[str, ...]:
+    """Returns the full names of the modules, and of what may be a module, that a source imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-        for name in names:
-            at = name.replace(".", "/")
-            yield from (there for there in (f"{at}.py", f"{at}/__init__.py") if there in files)
+            names += [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+    return tuple(names)
 
 
+@lru_cache(maxsize=4096)
 def _without_comments(source: str) -> str:
     """Returns the lines of a file without its comments and docstrings, and without lines that are empty then."""
     lines = source.splitlines()

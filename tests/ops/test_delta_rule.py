@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +34,11 @@ def test_the_two_forms_of_the_specification_agree(name):
 @pytest.mark.parametrize("impl", ["reference", "eager"])
 @pytest.mark.parametrize("name", CASES)
 def test_float64(name, impl, chunk_size):
-    inputs = make_inputs(CASES[name])
-    assert_equal_float64(run(CASES[name], inputs, impl, chunk_size), oracle_of(CASES[name], inputs))
+    case = CASES[name]
+    if chunk_size == 1 and not case.ends:  # twenty chunks are as good as three hundred
+        case = replace(case, T=min(case.T, 20))
+    inputs = make_inputs(case)
+    assert_equal_float64(run(case, inputs, impl, chunk_size), oracle_of(case, inputs))
 
 
 def random_case(seed: int) -> tuple[DeltaCase, int | None]:
