@@ -28,9 +28,9 @@ def speed_up() -> None:
 
     The interpreter replaces the functions of triton.language by its own at every call of a device function. The first
     call is enough: the kernel around it does so too. It checks every sum and product of integers for an overflow,
-    which no index of a test's small shapes can have. It makes a table of all dtypes wherever it needs one of them. And
-    for every number it makes the type again, each size in it an object with a type of its own.
-    And an operator between tensors goes through a dozen functions before NumPy computes it.
+    which no index of a test's small shapes can have. It makes a table of all dtypes wherever it needs one of them. For
+    every number it makes the type again, each size in it an object with a type of its own. And an operator between
+    tensors goes through a dozen functions before NumPy computes it.
     """
     builder = triton_interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
