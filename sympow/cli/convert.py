@@ -152,8 +152,8 @@ def convert_model(
     A line on stdout tells which layers were chosen. A line on stderr says if the model's tokenizer does not keep texts
     as they are.
 
-    Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
-    tokenizer.
+    Returns the folder and the model. Raises the errors of these functions, ValueError for a pattern of several kinds
+    with more layers than the model, and FileNotFoundError for a model without a tokenizer.
     """
     from sympow.conversion import parse_pattern, swap_mixers
     from sympow.conversion.choice import check_count, choose_layers, layer_divergences, parse_kept, rows_of
@@ -173,6 +173,8 @@ def convert_model(
     if pretrained.tokenizer is None:
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
     model = pretrained.model
+    if len(set(kinds)) > 1 and len(kinds) > model.config.n_layers:
+        raise ValueError(f"the pattern has {len(kinds):,} layers, and {source} has {model.config.n_layers}")
     if kept and by is not None:
         replaced = replaced_layers(model.config, kinds, p=p, window=window, unshare=unshare)
         check_count(len(replaced), len(kept))
