@@ -227,6 +227,12 @@ def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_pat
         build_needle_corpus(tmp_path / "whole", sources / "texts", BPE, **options | {"every": 100})
 
 
+def test_texts_of_which_a_part_has_no_words_are_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("A stone fell. \n")  # of which the end of the line is held out
+    with pytest.raises(ValueError, match=r"^the texts that are held out have no words to hide statements in: "):
+        build_needle_corpus(tmp_path / "n", tmp_path / "short.txt", BPE, rows=1, row_tokens=512)
+
+
 def test_rows_beyond_memory_are_refused_at_once(sources, tmp_path):
     with pytest.raises(ValueError, match=r"row_tokens = 10,000,000,000,000 needs .* of memory; this machine has"):
         build_needle_corpus(tmp_path / "long", sources / "texts", BPE, row_tokens=10**13)
