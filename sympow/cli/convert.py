@@ -97,6 +97,7 @@ def run_distill(options: argparse.Namespace) -> int | None:
     from sympow.cli.run_checks import check_held_out
     from sympow.cli.train import run_training
     from sympow.conversion import distillation_run
+    from sympow.conversion.distillation import NARROW, hides_nothing
     from sympow.training import override
     from sympow.training.run_folder import read_config
     from sympow.training.step import resolve_device, usual_precision
@@ -110,6 +111,9 @@ def run_distill(options: argparse.Namespace) -> int | None:
     precision = read_config(out).training.precision if begun else usual_precision(device)
     config = override(distillation_run(read_config(start), start, teacher, precision), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
+    if hides_nothing(config) and os.environ.get("RANK", "0") == "0":
+        line = f"distillation.window_dropout has no effect: no layer has a window of more than {NARROW} tokens"
+        print(line, file=sys.stderr)
     return run_training(config, out, options.quiet, options.restart)
 
 
