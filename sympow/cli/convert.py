@@ -97,6 +97,7 @@ def run_distill(options: argparse.Namespace) -> int | None:
     from sympow.cli.run_checks import check_held_out
     from sympow.cli.train import run_training
     from sympow.conversion import distillation_run
+    from sympow.conversion.distillation import NARROW, hides_nothing
     from sympow.training import override
     from sympow.training.run_folder import read_config
     from sympow.training.step import resolve_device, usual_precision
@@ -110,6 +111,9 @@ def run_distill(options: argparse.Namespace) -> int | None:
     precision = read_config(out).training.precision if begun else usual_precision(device)
     config = override(distillation_run(read_config(start), start, teacher, precision), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
+    if hides_nothing(config) and os.environ.get("RANK", "0") == "0":
+        line = f"distillation.window_dropout has no effect: no layer has a window of more than {NARROW} tokens"
+        print(line, file=sys.stderr)
     return run_training(config, out, options.quiet, options.restart)
 
 
@@ -152,8 +156,8 @@ def convert_model(
     A line on stdout tells which layers were chosen. A line on stderr says if the model's tokenizer does not keep texts
     as they are.
 
-    Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
-    tokenizer.
+    Returns the folder and the model. Raises the errors of these functions, ValueError for a pattern of several kinds
+    with more layers than the model, and FileNotFoundError for a model without a tokenizer.
     """
     from sympow.conversion import parse_pattern, swap_mixers
     from sympow.conversion.choice import check_count, choose_layers, layer_divergences, parse_kept, rows_of
@@ -173,6 +177,8 @@ def convert_model(
     if pretrained.tokenizer is None:
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
     model = pretrained.model
+    if len(set(kinds)) > 1 and len(kinds) > model.config.n_layers:
+        raise ValueError(f"the pattern has {len(kinds):,} layers, and {source} has {model.config.n_layers}")
     if kept and by is not None:
         replaced = replaced_layers(model.config, kinds, p=p, window=window, unshare=unshare)
         check_count(len(replaced), len(kept))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,18 @@ def narrow_windows(model: LanguageModel, window: int) -> Iterator[None]:
     finally:
         for mixer, own in zip(mixers, before, strict=True):
             mixer.window = own
+
+
+def hides_nothing(config: RunConfig) -> bool:
+    """Returns whether a run hides windows in some steps (`window_dropout`), but no window is wide enough for that."""
+    share = 0.0 if config.distillation is None else config.distillation.window_dropout
+    return share > 0 and all(_widest(mixer.options) <= NARROW for mixer in config.model.mixers)
+
+
+def _widest(options: Mapping[str, Any]) -> int:
+    """Returns the tokens of the window in the options of a mixer or of a mixer within it; 0 for none."""
+    within = (_widest(value) for value in options.values() if isinstance(value, Mapping))
+    return max(options.get("window", 0), *within, 0)
 
 
 def distillation_run(converted: RunConfig, start: str, teacher: str, precision: str = "bf16") -> RunConfig:

@@ -77,7 +77,7 @@ def keeps_layers(config: ModelConfig, pattern: Sequence[str], p: int = 2, unshar
     without a new power or delta layer.
     """
     if any(mixer.name != "power" for mixer in config.mixers):
-        _check_heads(pattern, unshare)
+        _check_heads(pattern[: config.n_layers], unshare)
         return all(kind == "softmax" for kind in pattern)
     for mixer in config.mixers:
         own = mixer.options.get("p", 2)
@@ -162,7 +162,7 @@ def _mixers(config: ModelConfig, pattern: Sequence[str], p: int, window: int, un
     if config.body != "llama" or any(mixer.name not in ("softmax", "window") for mixer in config.mixers):
         names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))
         raise ValueError(f"the model to convert has the llama body and softmax attention; got {config.body}, {names}")
-    _check_heads(pattern, unshare)
+    _check_heads(pattern[: config.n_layers], unshare)
     heads = {"n_kv_heads": config.n_heads} if unshare else {}
     kinds = [pattern[layer % len(pattern)] for layer in range(config.n_layers)]
     return [_swapped(config.mixer(layer), kind, p, window, heads) for layer, kind in enumerate(kinds)]

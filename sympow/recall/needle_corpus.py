@@ -92,7 +92,7 @@ _COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purp
 WORDS = tuple(_NOUNS.split())  # for texts with few words
 _SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
 _OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
-_VERSION = "needles-2"  # of the rules in this file; change it if they make other rows
+_VERSION = "needles-3"  # of the rules in this file; change it if they make other rows
 _ENTRY_BYTES = 200  # of memory for each row in the list of rows, at least
 _TOKEN_BYTES = 32  # of memory for each token of a row, at least, while it is made
 
@@ -197,10 +197,11 @@ def needle_row(
     half = len(nouns) // 2
     phrases = [*nouns[:half], *(f"{color} {noun}" for color in _COLORS.split() for noun in nouns[:half])]
     keys = [phrases[i] for i in rng.permutation(len(phrases))]
+    chained: set[str] = set()
     for number in range(max(1, row_tokens // every)):
         if len(keys) < KEYS[1]:
             break
-        fact = _passkey(rng) if number == 0 else _fact(rng, keys, nouns[half:])
+        fact = _passkey(rng) if number == 0 else _fact(rng, keys, nouns[half:], chained)
         encoded = [tokenizer.encode(text).astype(np.int64) for text in (*fact.statements, fact.question)]
         if sum(map(len, encoded)) > room:
             if not texts:
@@ -228,15 +229,25 @@ def _passkey(rng: np.random.Generator) -> _Fact:
     return _Fact([PASSKEY.statement.format(key=value)], f"{PASSKEY.question} {value}. ")
 
 
-def _fact(rng: np.random.Generator, keys: list[str], words: Sequence[str]) -> _Fact:
-    """Draws a fact of a task. Its keys are taken out of the list."""
+def _fact(rng: np.random.Generator, keys: list[str], words: Sequence[str], chained: set[str]) -> _Fact:
+    """Draws a fact of a task. Its keys are taken out of the list.
+
+    `chained` holds the names and values of the chains of the row. A chain gets others, which are added: a second chain
+    of the same value would make two answers right.
+    """
     task, of_digits = TASKS[rng.integers(len(TASKS))], bool(rng.integers(2))
 
     def value() -> str:
         return draw_number(rng, int(rng.choice(DIGITS))) if of_digits else str(rng.choice(words))
 
     if task == "tracing":
-        names, shared = draw_names(rng, 1 + int(rng.integers(*HOPS)), int(rng.choice(LETTERS))), value()
+        of_digits = of_digits or chained.issuperset(words)
+        while (shared := value()) in chained:
+            pass
+        count, letters = 1 + int(rng.integers(*HOPS)), int(rng.choice(LETTERS))
+        while not chained.isdisjoint(names := draw_names(rng, count, letters)):
+            pass
+        chained.update(names, [shared])
         statements, question = chain_texts(CHAINS[rng.integers(len(CHAINS))], names, shared)
         return _Fact(statements, f"{question} {', '.join(names)}. ")
     form = FACTS[rng.integers(len(FACTS))]
@@ -295,6 +306,10 @@ class _Rows:
         found: dict[bool, list[str]] = {False: [], True: []}
         for document, text in self._texts.texts(self._texts.plan(), 0):
             found[document.held_out].append(text)
+        for held_out, parts in found.items():
+            if not any(part.strip() for part in parts):
+                which = "held out" if held_out else "for training"
+                raise ValueError(f"the texts that are {which} have no words to hide statements in: give more texts")
         words: Sequence[str] = words_of(text for parts in found.values() for text in parts)
         if len(words) < LEAST_WORDS:
             self._remark(

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
-from sympow.conversion.distillation import narrow_windows
+from sympow.conversion.distillation import hides_nothing, narrow_windows
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import (
@@ -248,6 +248,30 @@ def test_windows_within_other_mixers_are_narrow_too():
     with narrow_windows(model, 64):
         assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [64, 64]
     assert [model.blocks[0].mixer.near.window, model.blocks[1].mixer.mixer.window] == [90, 90]
+
+
+def test_windows_that_cannot_be_narrower_are_told(folders, tmp_path, capsys):
+    """The command goes on, because a run that began so must be able to end."""
+    fields = f"data.kind=text data.path={folders}/text data.pack=true data.held_out=0.5 training.context=16 " \
+        "training.batch_size=2 training.steps=2 training.warmup_steps=0 training.evaluation_batches=1 " \
+        "distillation.layer_steps=1 distillation.text_steps=0 training.device=cpu"  # fmt: skip
+    words = ["distill", f"{folders}/student", "--teacher", f"{folders}/teacher", "--quiet", *fields.split()]
+    for share, lines in (("0.0", 0), ("0.5", 1)):
+        assert main([*words, "--out", f"{tmp_path}/{share}", f"distillation.window_dropout={share}"]) == 0
+        err = capsys.readouterr().err
+        assert err.count("window_dropout has no effect: no layer has a window of more than 64 tokens\n") == lines
+    inner = {"mixer": "window", "options": {"window": 90}}
+    for mixer, none in (
+        (MixerConfig("window", {"window": 64}), True),
+        (MixerConfig("window", {"window": 65}), False),
+        (MixerConfig("short_convolution", inner), False),
+        (MixerConfig("power_delta"), True),
+    ):
+        model = ModelConfig(16, 24, 2, 2, (MixerConfig("softmax"), mixer))
+        config = dataclasses.replace(to_distill(folders), model=model)
+        assert not hides_nothing(config)
+        stages = dataclasses.replace(config.distillation, window_dropout=0.5)
+        assert hides_nothing(dataclasses.replace(config, distillation=stages)) == none
 
 
 @pytest.mark.parametrize("kind", ["power", "delta"])

@@ -152,7 +152,7 @@ def test_heads_of_their_own_begin_as_those_that_were_shared(pattern, options):
 
 
 def test_heads_are_unshared_only_where_layers_are_made():
-    for pattern in ("window", "softmax", ("gated", "softmax")):
+    for pattern in ("window", "softmax", ("gated", "softmax"), "window*6,delta"):  # of six layers
         with pytest.raises(ValueError, match="heads are unshared in power and delta layers; the pattern has none: "):
             swap_mixers(teacher(), pattern, unshare=True)
     with pytest.raises(ValueError, match="the pattern has none: softmax"):

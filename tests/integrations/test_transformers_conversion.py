@@ -298,6 +298,7 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "linear"], "a pattern is made of power, window, softmax"),
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "delta*0"], "such as power*5,softmax; got 'delta*0'"),
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "gated", "--unshare"], "the pattern has none: gated"),
+        (["convert", "{}/hf", "--out", "{}/new", "--pattern", "window*4,delta"], "the pattern has 5 layers, and "),
         (["convert", "{}/hf", "--out", "{}/new", "--keep", "power*2", "--by", "{}/text"], "softmax or gated, such as"),
         (["convert", "{}/hf", "--out", "{}/new", "--keep", "9", "--by", "{}/text"], "at most 4 layers to keep"),
         (["convert", "{}/hf", "--out", "{}/new", "--keep", "2", "--by", "{}/hf"], "is empty"),

@@ -85,6 +85,19 @@ def test_every_row_has_a_pass_key_and_chains_give_their_names_in_order():
     assert chains > 20
 
 
+def test_no_two_chains_of_a_row_have_a_value_or_a_name_in_common():
+    """Also where there are fewer words than chains: further chains have numbers."""
+    for seed in range(6):
+        text = row(seed, 16_384, words=MANY[:40], every=60)
+        firsts = []
+        for first, *_ in needle_corpus.CHAINS:
+            firsts += re.findall(first.replace(".", r"\.").format(name=r"\b([A-Z]{4,6})", value="([a-z0-9]+)"), text)
+        names = [match["name"] for match in LINK.finditer(text)] + [name for name, _ in firsts]
+        values = [value for _, value in firsts]
+        assert len(values) > 15
+        assert len(set(values)) == len(values) and len(set(names)) == len(names)
+
+
 @pytest.mark.parametrize("every", [250, 125])
 def test_distances_have_all_orders_of_magnitude_and_facts_their_density(every):
     distances = []
@@ -150,7 +163,7 @@ def test_keys_and_values_are_words_of_the_texts(tmp_path):
     assert len(words) > 0.9 * words.total()
     text = " ".join(BPE.decode(tokens.tolist()) for tokens in rows)
     keys = set(re.findall(r"secret (?:number|word) of the (?:\w+ )?(\w+) is ", text))
-    assert len(keys) > 50 and keys <= set(MANY)
+    assert len(keys) > 40 and keys <= set(MANY)
 
 
 def test_texts_with_few_words_get_the_list(sources, tmp_path):
@@ -212,6 +225,12 @@ def test_the_same_command_gives_the_same_rows_also_after_a_stop(sources, tmp_pat
         build_needle_corpus(tmp_path / "whole", sources / "texts", BPE, **options | {"seed": 4})
     with pytest.raises(ValueError, match="holds a corpus of every 250, not 100: remove it"):
         build_needle_corpus(tmp_path / "whole", sources / "texts", BPE, **options | {"every": 100})
+
+
+def test_texts_of_which_a_part_has_no_words_are_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("A stone fell. \n")  # of which the end of the line is held out
+    with pytest.raises(ValueError, match=r"^the texts that are held out have no words to hide statements in: "):
+        build_needle_corpus(tmp_path / "n", tmp_path / "short.txt", BPE, rows=1, row_tokens=512)
 
 
 def test_rows_beyond_memory_are_refused_at_once(sources, tmp_path):
