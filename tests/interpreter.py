@@ -189,9 +189,6 @@ def _shorten_operators() -> None:
 
         return short
 
-    def remainder(x, y):
-        return np.fmod(x, y)
-
     def quotient(x, y):
         return (x - np.fmod(x, y)) // y
 
@@ -211,7 +208,7 @@ def _shorten_operators() -> None:
         "__truediv__": shortened(np.divide, wide),
         "__rtruediv__": shortened(np.divide, wide, swapped=True),
         "__floordiv__": shortened(quotient, integers),
-        "__mod__": shortened(remainder, integers),
+        "__mod__": shortened(np.fmod, integers),
         "__lt__": shortened(np.less, numbers, tl.int1),
         "__le__": shortened(np.less_equal, numbers, tl.int1),
         "__gt__": shortened(np.greater, numbers, tl.int1),

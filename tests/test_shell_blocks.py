@@ -35,7 +35,7 @@ GIVEN = {
     "train.bin": "tokens.bin", "val.bin": "tokens.bin",
     "linux": "linux", "debs": "debs", "docs": "kernel", "kernel": "kernel",
     "hf/power": "softmax", "teacher": "teacher", "smollm2": "teacher", "swapped": "swapped", "hybrid": "swapped",
-    "student": "swapped",
+    "swapped-delta": "swapped", "student": "swapped",
 }  # fmt: skip
 
 

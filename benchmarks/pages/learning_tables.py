@@ -100,7 +100,7 @@ def _of_corpus(rows: Sequence[Row]) -> str:
             gains = [row["gain"] for row in own if row["gain"] is not None]
             cells = [f"{context:,}", f"{tokens / 1e6:,.0f}M", label + SIZES[size], optimizer,
                      f"{own[0]['learning_rate']:g}", str(len(own)), marked(mean(row['held_out_loss'] for row in own)),
-                     _ratio(own, best.get(CONTROL, [])), f"{mean(gains):.2f}" if gains else "",
+                     _ratio(own, best.get(CONTROL, [])), f"{mean(gains):.2f}" if len(gains) == len(own) else "",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(cells)
     heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"

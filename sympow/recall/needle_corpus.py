@@ -309,7 +309,10 @@ class _Rows:
         for held_out, parts in found.items():
             if not any(part.strip() for part in parts):
                 which = "held out" if held_out else "for training"
-                raise ValueError(f"the texts that are {which} have no words to hide statements in: give more texts")
+                raise ValueError(
+                    f"the texts that are {which} have no words to hide statements in: "
+                    "give more texts, and another folder"
+                )
         words: Sequence[str] = words_of(text for parts in found.values() for text in parts)
         if len(words) < LEAST_WORDS:
             self._remark(

@@ -21,7 +21,7 @@ from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import latest_step
 from tests.ranks import PRELOAD
 
-STEPS, EVERY = 60, 3
+STEPS, EVERY = 90, 3
 RECIPE = f"""
 from sympow.data import DataConfig
 from sympow.models import MixerConfig, ModelConfig
