@@ -14,7 +14,8 @@ LONGEST = 900  # lines: a file tells one idea from top to bottom
 SMALL = 40  # lines
 # What tests may take of named tuples, Python, PyTorch and Triton, which have no public name for it.
 PRIVATE = {"_replace", "_asdict", "_getframe", "_exit", "_cdata", "_dynamo", "_subclasses", "_python_dispatch",
-           "_pytree", "_runtime", "_get_np_dtype", "_is_amx_tile_supported", "_is_avx512_bf16_supported"}  # fmt: skip
+           "_pytree", "_runtime", "_get_np_dtype", "_interpreter", "_patch_lang", "_is_amx_tile_supported",
+           "_is_avx512_bf16_supported"}  # fmt: skip
 REPLACING = ("setattr", "delattr", "getattr", "patch", "object")
 
 
