@@ -14,6 +14,8 @@ from sympow.cli.options import RUN, AddCommand, Refuse, add_fields, add_number, 
 if TYPE_CHECKING:
     from sympow.models import LanguageModel
 
+POWER, WINDOW = 2, 1024  # of new layers, if the command names no others
+
 _CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
 attention, with or without the delta rule, or by window attention; docs/guides/conversion.md lists the models. A pattern
 of power, delta, window, softmax and gated gives the kind of each layer; softmax keeps the layer as it is, and gated
@@ -37,8 +39,8 @@ def add(command: AddCommand) -> None:
     add_path(convert, "--out", "DIR", "Write the result into this folder, which is new or empty.", required=True)
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
                          help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
-    add_number(convert, "--p", "Give new power and delta layers this power.", 2, metavar="P")
-    add_number(convert, "--window", "Give new layers of window attention N tokens.", 1024)
+    add_number(convert, "--p", f"Give new power and delta layers this power (default: {POWER}).", metavar="P")
+    add_number(convert, "--window", f"Give new layers of window attention N tokens (default: {WINDOW:,}).")
     convert.add_argument("--unshare", action="store_true",
                          help="Give each query head of new power and delta layers its own key/value head.")  # fmt: skip
     convert.add_argument("--keep", metavar="N",
@@ -71,6 +73,10 @@ def add(command: AddCommand) -> None:
 def _check_choice(options: argparse.Namespace, refuse: Refuse) -> None:
     if (options.keep is None) != (options.by is None):
         refuse("--keep and --by go together: by which texts, and how many layers")
+    kinds = {part.partition("*")[0].strip() for part in options.pattern.split(",")}
+    for option, value, users in (("--p", options.p, ("power", "delta")), ("--window", options.window, ("window",))):
+        if value is not None and kinds.isdisjoint(users):
+            refuse(f"{option} is for {' and '.join(users)} layers, and the pattern has none: {options.pattern}")
 
 
 def run_convert(options: argparse.Namespace) -> None:
@@ -79,8 +85,8 @@ def run_convert(options: argparse.Namespace) -> None:
         options.model,
         options.out,
         pattern=options.pattern,
-        p=options.p,
-        window=options.window,
+        p=POWER if options.p is None else options.p,
+        window=WINDOW if options.window is None else options.window,
         unshare=options.unshare,
         keep=options.keep,
         by=options.by,

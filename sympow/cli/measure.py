@@ -158,6 +158,7 @@ def _add_options_of_texts(parser: argparse.ArgumentParser, drawn: str) -> None:
     add_number(parser, "--texts", "Use N texts at each length and depth.", 20)
     parser.add_argument("--seed", metavar="N", type=natural, default=0,
                         help=f"Draw {drawn} from this seed (default: 0).")  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     parser.add_argument("--device", default="auto", help=DEVICE)
     add_path(parser, "--csv", "FILE", "Write the results into this file.")
     parser.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
@@ -310,12 +311,14 @@ def _told(
 
 def _generating(options: argparse.Namespace, texts: str) -> Iterator[tuple[str, Continue, Tokenizer]]:
     """Yields the label, the function that continues prompts, and the tokenizer of each model of `options.runs`."""
+    from sympow.cli.run_checks import dtype_of
     from sympow.cli.scored_models import load_scored
     from sympow.evaluation.passkey import native, transformers
     from sympow.models import LanguageModel
     from sympow.training.step import resolve_device
 
-    for label, scored in load_scored(options.runs, resolve_device(options.device)).items():
+    models = load_scored(options.runs, resolve_device(options.device), dtype_of(options.dtype))
+    for label, scored in models.items():
         if scored.tokenizer is None:
             raise ValueError(f"{label} has no tokenizer: {texts} are texts")
         model = scored.model

@@ -34,23 +34,26 @@ class Scored(NamedTuple):
     context: int | None
 
 
-def load_scored(paths: Sequence[str], device: torch.device) -> dict[str, Scored]:
-    """Loads models by label. A path is a run's folder, a checkpoint, or a folder of transformers with a tokenizer.json.
+def load_scored(paths: Sequence[str], device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Scored]:
+    """Loads models by label, with weights in `dtype`; None: that of their files.
+
+    A path is a run's folder, a checkpoint, or a folder of transformers with a tokenizer.json.
 
     Raises the errors of `sympow.training.load`, and ValueError for models with different tokenizers.
     """
-    models = {label: _load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
+    models = {label: _load(path, device, dtype) for label, path in zip(labels_of(paths), paths, strict=True)}
     check_tokenizers({label: each.tokenizer for label, each in models.items()})
     return models
 
 
-def _load(path: str, device: torch.device) -> Scored:
+def _load(path: str, device: torch.device, dtype: torch.dtype | None) -> Scored:
     if _is_of_transformers(Path(path)):
         from sympow.integrations.transformers.scoring import load_causal_lm
 
         loaded = load_causal_lm(path, device)
+        loaded.to(dtype or loaded.model.dtype)
         return Scored(loaded, loaded.vocab_size, saved_tokenizer(Path(path)), None, loaded.longest)
-    run = load(path, device, None)  # in the dtype of its weights, as `load_causal_lm`
+    run = load(path, device, dtype)
     return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)
 
 

@@ -146,7 +146,8 @@ def distillation_run(converted: RunConfig, start: str, teacher: str, precision: 
         checkpoint_every=100,
     )
     stages = DistillationConfig(start, teacher, layer_steps=250, text_steps=100)
-    return replace(converted, name=f"{converted.name}-distilled", training=training, distillation=stages)
+    name = f"{converted.name.removesuffix('-distilled')}-distilled"
+    return replace(converted, name=name, training=training, distillation=stages)
 
 
 def distill(

@@ -291,6 +291,7 @@ class _Rows:
         return self._texts.survey()
 
     def plan(self) -> list[SourceDocument]:
+        self._found = self._read()  # here, so that nothing is begun in the folder if texts are missing
         size = 2 * self._row_tokens  # bytes of the tokens
         counts = (self._rows, False), (max(1, round(HELD_OUT * self._rows)), True)
         return [
@@ -299,20 +300,22 @@ class _Rows:
             for number in range(count)
         ]
 
-    def sample(self, files: Collection[str]) -> Iterator[str]:
-        return self._texts.sample(files)
-
-    def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, np.ndarray]]:
+    def _read(self) -> dict[bool, list[str]]:
+        """Returns the texts by whether they are held out; ValueError where these have no words."""
         found: dict[bool, list[str]] = {False: [], True: []}
         for document, text in self._texts.texts(self._texts.plan(), 0):
             found[document.held_out].append(text)
         for held_out, parts in found.items():
             if not any(part.strip() for part in parts):
                 which = "held out" if held_out else "for training"
-                raise ValueError(
-                    f"the texts that are {which} have no words to hide statements in: "
-                    "give more texts, and another folder"
-                )
+                raise ValueError(f"the texts that are {which} have no words to hide statements in: give more texts")
+        return found
+
+    def sample(self, files: Collection[str]) -> Iterator[str]:
+        return self._texts.sample(files)
+
+    def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, np.ndarray]]:
+        found = self._found
         words: Sequence[str] = words_of(text for parts in found.values() for text in parts)
         if len(words) < LEAST_WORDS:
             self._remark(

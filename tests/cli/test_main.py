@@ -694,6 +694,17 @@ def test_two_dashes_are_no_value(fails, words):
     assert fails(*words).startswith(f"argument {option}: expected a value, got '--'")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--window", 64], "--window is for window layers, and the pattern has none: power (see "),
+        (["--pattern", "window*2,gated", "--p", 3], "--p is for power and delta layers, and the pattern has none: "),
+    ],
+)
+def test_options_of_layers_that_a_pattern_does_not_have(fails, words, message):
+    assert fails("convert", "model", "--out", "new", *words).startswith(message)
+
+
 def test_sizes_of_powers_without_a_bound(fails):
     assert fails("sizes", "--p", 2, 10**9) == "sizes are computed up to p = 256, got powers=[2, 1000000000]"
 

@@ -8,10 +8,12 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from sympow import training
 from sympow.cli import main
 from sympow.data import DataConfig
+from sympow.evaluation import passkey
 from sympow.models import MixerConfig, ModelConfig
 from sympow.training import RunConfig, TrainingConfig
 
@@ -57,6 +59,21 @@ def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch):
         assert main(["passkey", *words, "--quiet"]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"sympow: error: {line}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["passkey", "needles"])
+def test_weights_are_read_in_the_dtype_that_is_asked_for(run, monkeypatch, capsys, command):
+    dtypes, continued = [], passkey.native
+
+    def seen(model):
+        dtypes.append(next(model.parameters()).dtype)
+        return continued(model)
+
+    monkeypatch.setattr(passkey, "native", seen)
+    words = [command, str(run), "--context", "600", "--texts", "1", "--quiet", "--dtype"]
+    assert main([*words, "bfloat16"]) == 0 and main([*words, "float32"]) == 0
+    assert dtypes == [torch.bfloat16, torch.float32]
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize("command", ["passkey", "needles"])

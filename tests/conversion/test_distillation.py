@@ -408,7 +408,8 @@ def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="there is nothing to compare"):
         teacher().mixing_error_sum(tokens, tokens, teacher())
     assert RunConfig.from_dict(config.to_dict()) == config
-    assert distillation_run(config, "start", "teacher").distillation.teacher == "teacher"
+    again = distillation_run(distillation_run(config, "start", "teacher"), "student", "teacher")
+    assert again.distillation.start == "student" and again.name == f"{config.name}-distilled"  # said once
 
 
 @pytest.fixture(scope="module")

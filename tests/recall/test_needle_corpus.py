@@ -231,6 +231,8 @@ def test_texts_of_which_a_part_has_no_words_are_refused(tmp_path):
     (tmp_path / "short.txt").write_text("A stone fell. \n")  # of which the end of the line is held out
     with pytest.raises(ValueError, match=r"^the texts that are held out have no words to hide statements in: "):
         build_needle_corpus(tmp_path / "n", tmp_path / "short.txt", BPE, rows=1, row_tokens=512)
+    (tmp_path / "short.txt").write_text("A stone fell. It was late. " * 40)
+    build_needle_corpus(tmp_path / "n", tmp_path / "short.txt", BPE, rows=1, row_tokens=512)  # into the same folder
 
 
 def test_rows_beyond_memory_are_refused_at_once(sources, tmp_path):
