@@ -52,12 +52,13 @@ def test_the_operator_of_graphs_is_the_scan_with_its_gradient():
 
 
 def test_it_starts_as_published():
-    mixer = MIXERS["mamba"](64, 1)
+    mixer = MIXERS["mamba"](1024, 1, state_dim=2)
+    mixer.reset_parameters(generator=torch.Generator().manual_seed(0))
     dt = F.softplus(mixer.dt.bias)
-    assert 1e-3 * 0.99 < dt.min() < 2e-3 and 0.06 < dt.max() < 0.1 * 1.01
-    assert abs(dt.log().mean() - math.log(1e-2)) < 4 * math.log(100) / math.sqrt(12 * 128)  # of a log-uniform draw
-    torch.testing.assert_close(mixer.log_rate.exp().view(128, 16), torch.arange(1.0, 17).repeat(128, 1))
-    assert (mixer.skip == 1).all() and mixer.dt.weight.abs().max() <= 0.5 < 2.1 * mixer.dt.weight.abs().max()
+    assert 1e-3 * 0.999 < dt.min() < 1.02e-3 and 0.098 < dt.max() < 0.1 * 1.001
+    assert abs(dt.log().mean() - math.log(1e-2)) < 4 * math.log(100) / math.sqrt(12 * 2048)  # of a log-uniform draw
+    torch.testing.assert_close(mixer.log_rate.exp().view(2048, 2), torch.tensor([1.0, 2.0]).repeat(2048, 1))
+    assert (mixer.skip == 1).all() and 0.124 < mixer.dt.weight.abs().max() <= 64**-0.5
 
 
 def test_it_is_the_layer_of_transformers():
