@@ -43,7 +43,7 @@ class Mamba(Mixer):
     dt comes from ceil(d / 16) numbers.
 
     Linear weights are drawn as those of all mixers here. A = -1 to -N, D = 1, and dt is at first about log-uniform in
-    0.001 .. 0.1, as published. Tokens are computed one by one, so training on a GPU is slow.
+    0.001 .. 0.1, as published. Tokens are computed one by one, so training on long rows is slow.
 
     Args:
         d_model, n_heads: as in `Mixer`. Heads are not used.
