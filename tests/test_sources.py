@@ -69,6 +69,10 @@ def test_files_recipes_and_studies_exist(row):
         assert (ROOT / "docs" / link).is_file(), link
 
 
+def test_what_the_list_behind_the_tables_names_exists():
+    test_files_recipes_and_studies_exist(["", "", PAGE[PAGE.index("\n- *Based*") :], ""])
+
+
 def test_a_missing_file_or_recipe_would_be_found():
     for missing in ("`sympow/none.py`", "`scaling:none`", "study `none`", "[none](none.md)"):
         with pytest.raises((AssertionError, ValueError, KeyError)):

@@ -60,6 +60,7 @@ MIXERS = MixerTable(
         "liquid_s4": "zoology.liquid_s4:LiquidS4",
         "rwkv4": "zoology.rwkv4:RWKV4",
         "rwkv7": "rwkv7:RWKV7",
+        "mamba": "mamba:Mamba",
         "retnet": "retnet:RetNet",
         "blocked_window": "blocked_window:BlockedWindowAttention",
         "programmatic_conv": "zoology.input_dependent_conv:ProgrammaticConv",

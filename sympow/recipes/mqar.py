@@ -5,12 +5,13 @@ mixers contain a convolution or a token shift; power attention contains a short 
 layers must learn the shift, which takes many more steps. `published` has no convolution, as in the source.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from sympow.data.mqar import RecallTask
 from sympow.models import MixerConfig
 from sympow.ops.feature_map import spow_dim
-from sympow.recall import Architecture, RecallConfig, Sweep, grid
+from sympow.recall import Architecture, OwnTask, RecallConfig, Sweep, grid
 
 PUBLISHED_RATES = tuple(10 ** (-4 + 2 * i / 3) for i in range(4))  # logspace(-4, -2, 4)
 _SHORT_CONVOLUTION: tuple[str, dict[str, Any]] = ("base_conv", {"filter": "explicit", "max_length": 3})
@@ -230,6 +231,43 @@ def relatives() -> Sweep:
     """Keys given another value, and keys of two tokens."""
     tasks = [RecallTask("forgetting", length=128, pairs=8, updates=4), RecallTask("compositional", length=128, pairs=9)]
     return Sweep("mqar-relatives", _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128)))
+
+
+def bits() -> Sweep:
+    """Parity and majority of 16 bits, asked at every token, by mixers of a constant state and attention.
+
+    Two layers with MLP, as in Zoology's code, each mixer with or after a short convolution. The delta rule has p = 1
+    and no gate. With `beta_max` 2 a token can turn a part of the state around. Minutes of a CPU core, one seed.
+    """
+    tasks = [OwnTask(f"sympow.recall.tasks:{name}", 16, 3, pairs=2, options={"every": True})
+             for name in ("parity", "majority")]  # fmt: skip
+    plain: dict[str, Any] = {"rotation": "none"}
+    rule = plain | {"p": 1, "gate": False}
+    models = [
+        _behind("attention", "softmax", heads=4, **plain),
+        _behind("linear", "linear", heads=4, **plain),
+        _alone("power p=2", ("power", plain), heads=4),
+        _alone("delta rule p=1", ("power_delta", rule), heads=4),
+        _alone("delta rule p=1, beta to 2", ("power_delta", rule | {"beta_max": 2.0}), heads=4),
+        _alone("Mamba", ("mamba", {})),
+    ]
+    base = RecallConfig(models[0], train=(tasks[0],), examples=30_000, epochs=1, validations=12)
+    models = [replace(model, mlp_ratio=4) for model in models]
+    return Sweep("mqar-bits", grid(base, tasks=tasks, architectures=models, learning_rates=(3e-3,)))
+
+
+def stacked() -> Sweep:
+    """Recall by one layer without a convolution, where one token is a key and its value: minutes of a CPU core.
+
+    4 pairs of 8 keys and 8 values, no positions, no MLP, two learning rates, three seeds.
+    """
+    bare: dict[str, Any] = {"rotation": "none", "short_convolution": 0}
+    mixers = {"attention": ("softmax", {"rotation": "none"}), "linear": ("linear", {"rotation": "none"}),
+              "power p=2": ("power", bare), "delta rule p=2": ("power_delta", bare)}  # fmt: skip
+    models = [replace(_alone(label, mixer, heads=4), layers=1) for label, mixer in mixers.items()]
+    task = OwnTask("sympow.recall.tasks:stacked_mqar", length=8, vocab_size=8 * 10, pairs=4)
+    base = RecallConfig(models[0], train=(task,), examples=40_000, epochs=1, validations=12)
+    return Sweep("mqar-stacked", grid(base, architectures=models, learning_rates=(3e-3, 1e-2), seeds=(0, 1, 2)))
 
 
 def _mixers() -> list[Architecture]:

@@ -93,6 +93,7 @@ OPTIONS: dict[str, list[dict]] = {
     "liquid_s4": [{"state_dim": 8}],
     "rwkv4": [{}, {"depth": 1.0, "shift_depth": 0.5}],
     "rwkv7": [{}, {"depth": 0.5, "impl": "plain"}],
+    "mamba": [{}, {"state_dim": 3}],
     "retnet": [
         {},
         {"chunk_size": 8, "value_dim": 4, "n_kv_heads": 2},

@@ -61,6 +61,7 @@ def test_counts_of_mixers():
     assert count("h3", state_dim=8) == convolution_flops(T, 8, D) + convolution_flops(T, T, D) + 6 * T * D
     assert count("liquid_s4") == 3 * convolution_flops(T, T, D)
     assert count("rwkv4") == 12 * T * D and count("rwkv7") == 27 * T * D * D // HEADS
+    assert count("mamba", state_dim=5) == convolution_flops(T, 4, 2 * D) + 18 * T * 2 * D * 5
     retnet = least_power_flops(T, D // HEADS, 2 * D // HEADS, 1, True, heads=HEADS, kv_heads=HEADS)
     assert count("retnet") == retnet
     assert count("blocked_window", window=10) == 3 * softmax(10) + softmax(7)

@@ -116,7 +116,7 @@ def test_borders_without_values_are_refused():
 LENGTHS = [2, 3, 5, 8, 16, 17, 31, 64, 100, 127, 128, 129, 200, 255, 256, 257, 300, 384, 385, 500]  # by 20 of a user
 DYNAMIC = {"dynamic": True, "fullgraph": True}
 FEW = ("power", "power_delta", "linear", "window", "hybrid_heads")  # their options are in MIXERS
-ONE_GRAPH = ("long_convolution", "rwkv4", "rwkv7", "selection")  # also without a graph of the first length
+ONE_GRAPH = ("long_convolution", "rwkv4", "rwkv7", "mamba", "selection")  # also without a graph of the first length
 OTHERS = [
     (name, options, how)
     for name, sets in OPTIONS.items()

@@ -182,6 +182,7 @@ MATRICES: dict[str, tuple[dict, dict[str, list[int]]]] = {
     "liquid_s4": ({"state_dim": 128}, {"mixer.out": [128] * 2}),
     "rwkv4": ({}, {f"mixer.{name}": [128] for name in ("key", "value", "receptance", "out")}),
     "rwkv7": ({}, {f"mixer.{name}": [128] for name in ("receptance", "key", "value", "out")}),
+    "mamba": ({}, {"mixer.uz": [256, 256], "mixer.out": [128]}),
     "retnet": ({}, {"mixer.qkv": [128, 128, 256], "mixer.out": [128], "mixer.gate": [256]}),
     "programmatic_conv": ({}, {"mixer.projection": [128]}),
     "autocorrelation_conv": ({"matching": True}, {f"mixer.{name}": [128] for name in ("projection", "query", "key")}),
