@@ -237,7 +237,7 @@ def bits() -> Sweep:
     """Parity and majority of 16 bits, asked at every token, by mixers of a constant state and attention.
 
     Two layers with MLP, as in Zoology's code, each mixer with or after a short convolution. The delta rule has p = 1
-    and no gate. With `beta_max` 2 a token can turn a part of the state around. Minutes of a CPU core, one seed.
+    and no gate. With `beta_max` 2 a token can turn a part of the state around. 20 minutes of a CPU core.
     """
     tasks = [OwnTask(f"sympow.recall.tasks:{name}", 16, 3, pairs=2, options={"every": True})
              for name in ("parity", "majority")]  # fmt: skip
@@ -249,11 +249,12 @@ def bits() -> Sweep:
         _alone("power p=2", ("power", plain), heads=4),
         _alone("delta rule p=1", ("power_delta", rule), heads=4),
         _alone("delta rule p=1, beta to 2", ("power_delta", rule | {"beta_max": 2.0}), heads=4),
+        _alone("delta rule p=2, beta to 2", ("power_delta", rule | {"p": 2, "beta_max": 2.0}), heads=4),
         _alone("Mamba", ("mamba", {})),
     ]
     base = RecallConfig(models[0], train=(tasks[0],), examples=30_000, epochs=1, validations=12)
     models = [replace(model, mlp_ratio=4) for model in models]
-    return Sweep("mqar-bits", grid(base, tasks=tasks, architectures=models, learning_rates=(3e-3,)))
+    return Sweep("mqar-bits", grid(base, tasks=tasks, architectures=models, learning_rates=(3e-3,), seeds=(0, 1, 2)))
 
 
 def stacked() -> Sweep:
