@@ -26,6 +26,7 @@ from benchmarks.pages.mqar_tables import (
     heads_table,
     seeds_table,
     steps_table,
+    tasks_table,
     widths_table,
 )
 from benchmarks.pages.prose import filled, table
@@ -329,6 +330,8 @@ TABLES = {
     "mqar_far_h200.csv": seeds_table,
     "mqar_windows_cpu.csv": seeds_table,
     "mqar_offset_cpu.csv": steps_table,
+    "mqar_bits_cpu.csv": tasks_table,
+    "mqar_stacked_cpu.csv": seeds_table,
     "learning.csv": learning_table,
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,

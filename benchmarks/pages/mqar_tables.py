@@ -92,6 +92,17 @@ def heads_table(rows: Sequence[Row]) -> str:
     return f"{table('model | heads | d | task | test', lines, left=(0, 3))}\n\n{_about(rows)}"
 
 
+def tasks_table(rows: Sequence[Row]) -> str:
+    """Returns mean test accuracy, lowest and highest seed, and excess over 1/D: a row for each model, by own task."""
+    names = {row["test"]: row["test"].partition(":")[2].partition(" ")[0] for row in rows}
+    found = group(chosen(rows), "label", "test")
+    lines = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        cells = [found[label, test] for test in names]
+        lines.append([label, *(_cell([row["test_accuracy"] for row in same], same[0]["pairs"]) for same in cells)])
+    return f"{table(' | '.join(['model', *names.values()]), lines)}\n\n{_about(rows)}"
+
+
 def claim_1(rows: Sequence[Row]) -> str:
     """Says whether Claim 1 is reproduced: attention solves every cell, convolutions need widths that grow with N.
 
