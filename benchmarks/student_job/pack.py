@@ -5,7 +5,7 @@ import numpy as np, zarr
 here = Path(".")
 rows = int(sys.argv[1])
 stage = here / "stage"; stage.mkdir(exist_ok=True)
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 28, "lc": 3, "lp": 1, "pb": 1}]
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 2, "lc": 3, "lp": 1, "pb": 1}]
 def tokens(split, count, name):
     a = zarr.open_array(here / "docs" / f"{split}.zarr", mode="r")
     chosen = np.linspace(0, a.shape[0] - 1, min(count, a.shape[0])).astype(np.int64)
@@ -27,7 +27,7 @@ whole = out.getvalue()
 parts = here / "parts"; parts.mkdir(exist_ok=True)
 for old in parts.glob("*"): old.unlink()
 sums = []
-SIZE = 22_000_000
+SIZE = 17_300_000
 for n in range(-(-len(whole) // SIZE)):
     piece = whole[n * SIZE : (n + 1) * SIZE]
     (parts / f"{n:02d}.part").write_bytes(piece)

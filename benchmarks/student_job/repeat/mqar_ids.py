@@ -15,6 +15,8 @@ def chosen(recipe: str, ids: list[str]) -> Sweep:
     if ids == ["@widths"]:  # the ids of this file are of an earlier config, the keys are those of these runs
         ids = [run.id for run in sweep.runs if run.architecture.label == "attention" and run.width == 64
                and run.train[0].length == 64 and run.learning_rate > 2e-3]
+    if ids == ["@taylor"]:
+        ids = [run.id for run in sweep.runs if "aylor" in run.architecture.label and (run.seed or not run.seed)]
     runs = tuple(run for run in sweep.runs if run.id in ids)
     if len(runs) != len(ids):
         raise SystemExit(f"{recipe} has {len(runs)} of the runs {ids}")

@@ -6,6 +6,8 @@ runs = L.runs
 H = 'heads_delta+options={"offset":0.09}'
 HY = 'hybrid_heads_delta+hybrid_heads.options={"offset":0.09}'
 LISTS = {
+    "keygate": [r for n in (0, 1, 2) for r in runs(("power", "power+key_gate=16", "power+key_gate=16+key_memory=200"), (1024,), seeds=(n,))],
+    "bar2": [r for n in (1, 2) for v in (H, "softmax_gate") for r in runs((v,), (4096,), LONG, seeds=(n,))],
     "long_heads": runs((H,), (4096,), LONG, seeds=(0,)),
     "hybrid": runs((HY,), (4096,), MIDDLE),
     "heads_middle": runs((H,), (4096,), MIDDLE),
