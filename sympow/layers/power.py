@@ -100,6 +100,8 @@ class PowerAttention(AttentionMixer):
         initial_score: float = 1.0,
         normalize: bool | None = None,
         eps: float = 1.0,
+        key_gate: int = 0,
+        key_memory: float = 64.0,
         chunk_size: int | None = None,
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
@@ -119,6 +121,10 @@ class PowerAttention(AttentionMixer):
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.beta = Float32Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
+        self.key_gate, self.key_memory = key_gate, key_memory
+        if key_gate:
+            self.key_gate_in = torch.nn.Linear(d_model, key_gate, bias=False)
+            self.key_gate_out = torch.nn.Linear(key_gate, self.n_kv_heads * self.head_dim)
         starts = p % 2 == 0 and initial_score > 0 and self.qkv.bias is not None
         self.qkv_start: Tensor | None
         self.register_buffer("qkv_start", torch.empty(sum(self._split)) if starts else None)
@@ -127,6 +133,9 @@ class PowerAttention(AttentionMixer):
     @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
+            if self.key_gate:
+                self.key_gate_out.weight.zero_()
+                self.key_gate_out.bias.fill_(-3.0)
             if self.qkv_start is not None and not self.qkv_start.is_meta:
                 # The channels with the lowest frequencies are used, so that the score is nearly the same at long
                 # distances. Several channels are used, because the rounding error of one large value would be the same
@@ -160,6 +169,14 @@ class PowerAttention(AttentionMixer):
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         by_op = self.takes_rotation(cu_seqlens)
         q, k, v, log_g, positions = self._inputs(x, self.first_position(x), self.context_group, detached=by_op)
+        if self.key_gate:  # channel c of the past is multiplied by exp(-sigmoid(...) / key_memory) at every token
+            if q.shape[1] > 24 * self.key_memory:
+                raise ValueError(f"the decays of {q.shape[1]} tokens leave the range of float32")
+            rates = self.key_gate_out(self.key_gate_in(x)).unflatten(-1, (self.n_kv_heads, self.head_dim)).float()
+            sums = (rates.sigmoid() / self.key_memory).cumsum(1)
+            groups = self.n_heads // self.n_kv_heads
+            q = (q * sums.neg().exp().repeat_interleave(groups, 2)).to(q.dtype)
+            k = (k * sums.exp()).to(k.dtype)
         rotation = None if positions is None or not by_op else Rotation(*self._turns(x, positions))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         return power_attention(q, k, v, log_g, rotation=rotation, **self._options() | split).out
