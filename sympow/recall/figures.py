@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, floor, log2
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 from typing import Any
 
 from sympow.evaluation import plot
@@ -16,6 +17,7 @@ from sympow.recall.results import Row, chosen, group
 SOLVED = 0.9  # a number of pairs counts as recalled from this accuracy on
 GUESSING = "guessing, 1/D"
 PANEL = (4, 3.4)  # inches
+TITLE = 40  # characters of a line of a title, which is as wide as a panel
 
 
 def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
@@ -261,7 +263,7 @@ def _dotted_line(
 
 
 def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row], accuracy: bool = True) -> Any:
-    """Sets the grid and the limits, draws one legend for all panels, and says how many seeds the points have."""
+    """Sets grid and limits, wraps titles, draws one legend for all panels, and says how many seeds the points have."""
     seeds = len({row["seed"] for row in rows})
     figure.suptitle("one seed" if seeds == 1 else f"{seeds} seeds", fontsize=10)
     plot.set_grid(axes)
@@ -269,5 +271,6 @@ def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row],
         if accuracy:
             axis.set_ylim(-0.03, 1.03)
         axis.set_ylabel(y_label)
+        axis.set_title(fill(axis.get_title(), TITLE))
     plot.shared_legend(figure, axes, last=GUESSING)
     return figure

@@ -23,6 +23,7 @@ import numpy as np
 
 from sympow.data.batches import IGNORED
 from sympow.data.mqar import draw_distinct
+from sympow.recall.own_task import check_integer
 
 END = 2  # the token that follows the bits
 
@@ -43,7 +44,8 @@ def parity(
     Returns:
         tokens and targets, int64 [n, N].
 
-    Raises ValueError for a shorter row and a smaller vocabulary than it needs.
+    Raises ValueError for a shorter row and a smaller vocabulary than it needs, and TypeError for an `every` that is
+    neither true nor false.
     """
     bits = _bits(rng, examples, length, vocab_size, every)
     return _asked(bits, bits.cumsum(1) % 2, every)
@@ -80,10 +82,11 @@ def stacked_mqar(
     Returns:
         tokens and targets, int64 [n, N].
 
-    Raises ValueError for sizes that no row can have.
+    Raises ValueError for sizes that no row can have, and TypeError for passes that are no integer.
     """
-    if passes < 1 or length % (passes + 1):
-        raise ValueError(f"length must be a multiple of passes + 1, and passes at least 1; got {length=}, {passes=}")
+    check_integer("passes", passes, 1)
+    if length % (passes + 1):
+        raise ValueError(f"length must be a multiple of passes + 1; got {length=}, {passes=}")
     pairs, held = length // (passes + 1), math.isqrt(vocab_size + 1) - 1
     if held < pairs:
         raise ValueError(f"{pairs} pairs need a vocab_size of at least {pairs * (pairs + 2)}; got {vocab_size}")
@@ -96,6 +99,8 @@ def stacked_mqar(
 
 def _bits(rng: np.random.Generator, examples: int, length: int, vocab_size: int, every: bool) -> np.ndarray:
     """Draws the bits of a row, int64 [n, N], or [n, N - 1] before an end."""
+    if not isinstance(every, bool):
+        raise TypeError(f"every must be true or false; got {every!r}")
     least = (1, END) if every else (2, END + 1)
     if length < least[0] or vocab_size < least[1]:
         raise ValueError(

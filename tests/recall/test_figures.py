@@ -46,6 +46,14 @@ def test_learning_curves_are_a_curve_a_seed(made_up, drawn):
     assert len(panels[0].lines) == 3 * 3 + 1  # models, seeds, and guessing
 
 
+def test_titles_of_long_names_stay_within_their_panels(made_up, drawn):
+    task = 'sympow.recall.tasks:majority 16:2 {"every": true}'
+    panels = drawn([row | {"test": name} for name in (task, "mqar 8:1") for row in made_up])["frontier"]
+    panels[0].figure.canvas.draw()
+    assert panels[0].get_title().split() == task.split()
+    assert panels[0].title.get_window_extent().width < 1.05 * panels[0].get_window_extent().width
+
+
 def test_images_are_written(made_up, tmp_path):
     few = [row | {"length": 512} for row in made_up if row["width"] < 256 and row["pairs"] < 16 and row["seed"] < 2]
     files = draw_figures(few, tmp_path)

@@ -73,11 +73,25 @@ def test_rows_depend_on_the_seed_alone(name, options):
     [
         ("parity", 1, 3, {}, "bits and their end need a length of at least 2 and a vocab_size of at least 3"),
         ("majority", 8, 2, {}, "bits and their end need .* got length=8, vocab_size=2"),
-        ("stacked_mqar", 7, 80, {}, "length must be a multiple of passes [+] 1, and passes at least 1; got length=7"),
-        ("stacked_mqar", 8, 80, {"passes": 0}, "got length=8, passes=0"),
+        ("stacked_mqar", 7, 80, {}, "length must be a multiple of passes [+] 1; got length=7, passes=1"),
+        ("stacked_mqar", 8, 80, {"passes": 0}, "passes must be at least 1; got 0"),
         ("stacked_mqar", 8, 23, {}, "4 pairs need a vocab_size of at least 24; got 23"),
     ],
 )
 def test_sizes_that_no_row_can_have(name, length, vocab_size, options, message):
     with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
         task(name, length, vocab_size, **options).draw(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("parity", {"every": "no"}, "every must be true or false; got 'no'"),
+        ("majority", {"every": 1}, "every must be true or false; got 1"),
+        ("stacked_mqar", {"passes": 1.0}, "passes must be an integer; got 1.0"),
+        ("stacked_mqar", {"passes": "2"}, "passes must be an integer; got '2'"),
+    ],
+)
+def test_options_of_another_type(name, options, message):
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        task(name, 8, 80, **options).draw(4, 0)
