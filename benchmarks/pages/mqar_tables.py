@@ -93,13 +93,13 @@ def heads_table(rows: Sequence[Row]) -> str:
 
 
 def tasks_table(rows: Sequence[Row]) -> str:
-    """Returns mean test accuracy, lowest and highest seed, and excess over 1/D: a row for each model, by own task."""
+    """Returns mean test accuracy, lowest and highest seed: a row for each model, a column for each own task."""
     names = {row["test"]: row["test"].partition(":")[2].partition(" ")[0] for row in rows}
     found = group(chosen(rows), "label", "test")
     lines = []
     for label in dict.fromkeys(row["label"] for row in rows):
-        cells = [found[label, test] for test in names]
-        lines.append([label, *(_cell([row["test_accuracy"] for row in same], same[0]["pairs"]) for same in cells)])
+        seeds = [[row["test_accuracy"] for row in found[label, test]] for test in names]
+        lines.append([label, *(f"{mean(own):.1%} [{min(own):.1%}, {max(own):.1%}]" for own in seeds)])
     return f"{table(' | '.join(['model', *names.values()]), lines)}\n\n{_about(rows)}"
 
 

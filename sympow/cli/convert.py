@@ -73,7 +73,14 @@ def add(command: AddCommand) -> None:
 def _check_choice(options: argparse.Namespace, refuse: Refuse) -> None:
     if (options.keep is None) != (options.by is None):
         refuse("--keep and --by go together: by which texts, and how many layers")
-    kinds = {part.partition("*")[0].strip() for part in options.pattern.split(",")}
+    if options.p is None and options.window is None:
+        return
+    from sympow.conversion import parse_pattern
+
+    try:
+        kinds = set(parse_pattern(options.pattern))
+    except ValueError as error:
+        refuse(str(error))
     for option, value, users in (("--p", options.p, ("power", "delta")), ("--window", options.window, ("window",))):
         if value is not None and kinds.isdisjoint(users):
             refuse(f"{option} is for {' and '.join(users)} layers, and the pattern has none: {options.pattern}")

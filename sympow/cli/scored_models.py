@@ -50,8 +50,7 @@ def _load(path: str, device: torch.device, dtype: torch.dtype | None) -> Scored:
     if _is_of_transformers(Path(path)):
         from sympow.integrations.transformers.scoring import load_causal_lm
 
-        loaded = load_causal_lm(path, device)
-        loaded.to(dtype or loaded.model.dtype)
+        loaded = load_causal_lm(path, device, dtype)
         return Scored(loaded, loaded.vocab_size, saved_tokenizer(Path(path)), None, loaded.longest)
     run = load(path, device, dtype)
     return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from sympow.cli import main
 from sympow.data import BPETokenizer
@@ -37,6 +37,16 @@ def test_losses_are_those_of_transformers(folder):
     assert (scored.vocab_size, scored.longest) == (300, 64)
     with pytest.raises(ValueError, match="reads rows of 64 tokens at most; got 65"):
         scored(torch.zeros(1, 65, dtype=torch.long))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_in_bfloat16_leave_the_rotation_in_float32(tmp_path, dtype):
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=2, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_causal_lm(tmp_path, dtype=dtype).model
+    assert model.dtype == torch.bfloat16 and model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert load_causal_lm(tmp_path, dtype=torch.float32).model.dtype == torch.float32
 
 
 def test_commands_read_folders_of_transformers(folder, capsys):

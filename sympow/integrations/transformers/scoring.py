@@ -56,8 +56,12 @@ class ScoredCausalLM(nn.Module):
         return torch.cat(losses)
 
 
-def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ScoredCausalLM:
-    """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode.
+def load_causal_lm(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> ScoredCausalLM:
+    """Loads the model of a folder, without the network, in evaluation mode.
+
+    Weights have `dtype`; None: that of their file. What transformers computes in float32 stays in float32.
 
     Raises the errors of `reading`, such as ValueError for a file of weights that is cut, and ValueError for Brumby and
     PowerCoder, which transformers does not read.
@@ -67,5 +71,7 @@ def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "c
     if kind in POWER_MODELS:
         raise ValueError(f"{path}: transformers does not read {kind} models, of which `sympow convert` makes a run")
     with reading(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+        )
     return ScoredCausalLM(model.to(device)).eval()
