@@ -27,10 +27,11 @@ def draw_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _depths(rows: Sequence[Row]) -> list[PasskeyRow]:
-    """Returns the passkeys of all models in texts of the lengths that students are measured at."""
+    """Returns the passkeys of the last phase of each model in texts of the lengths that students are measured at."""
     found = [PasskeyRow(*(row[name] for name in PasskeyRow._fields)) for row in rows if row["kind"] == "depths"]
+    last = set({row.model.rpartition("-")[0] or row.model: row.model for row in found}.values())
     lengths = {row.context for row in found if row.model != "teacher"}
-    return [row for row in found if row.context in lengths]
+    return [row for row in found if row.model in last and row.context in lengths]
 
 
 def _gap(rows: Sequence[Row]) -> Figure:
@@ -52,23 +53,28 @@ def _gap(rows: Sequence[Row]) -> Figure:
 
 
 def _positions(rows: Sequence[Row]) -> Figure:
-    """Draws the held-out loss against the position in a row, with a curve for each student and one for the teacher."""
-    figure, axis = _panel()
-    curves = {_student(row): row for row in rows if row["kind"] == "positions"}
-    ends: list[int] = []
+    """Draws the held-out loss against the position in a row: a panel for each set of rows, a curve for each model."""
+    curves = [row for row in rows if row["kind"] == "positions"]
+    sets = sorted({row["rows"] for row in curves})
+    figure = Figure(figsize=(8, 4.6), dpi=150, layout="constrained")
     styles = _styles(rows) | {"teacher": {"color": "0.4", "linestyle": "dotted"}}
-    for name, row in sorted(curves.items(), key=lambda item: item[0] == "teacher"):
-        bins = [each for each in row["bins"] if each["end"] > FIRST]
-        ends = [each["end"] for each in bins]
-        axis.plot(ends, [each["loss"] for each in bins], label=name, **styles[name])
-    axis.set_xscale("log", base=2)
-    axis.set_ylim(*HEIGHT)  # the teacher leaves the figure behind the length that it was made for
-    axis.set_xticks(ends, [f"{end:,}" for end in ends])
-    axis.minorticks_off()
-    axis.set_xlabel("position in the row, up to")
-    axis.set_ylabel("held-out loss, nats a token")
-    axis.set_title("Loss by position after phase B, 8 held-out rows, one run each")
-    axis.legend()
+    for axis, number in zip(figure.subplots(1, len(sets), sharey=True, squeeze=False)[0], sets, strict=True):
+        axis.grid(color="0.9")
+        own = {_student(row): row for row in curves if row["rows"] == number}
+        ends: list[int] = []
+        for name, row in sorted(own.items(), key=lambda item: item[0] == "teacher"):
+            bins = [each for each in row["bins"] if each["end"] > FIRST]
+            ends = [each["end"] for each in bins]
+            axis.plot(ends, [each["loss"] for each in bins], label=name, **styles[name])
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(*HEIGHT)  # the teacher leaves the figure behind the length that it was made for
+        axis.set_xticks(ends, [f"{end // 1024}k" for end in ends])
+        axis.minorticks_off()
+        axis.set_title(f"{number} held-out rows")
+        axis.legend()
+    figure.supxlabel("position in the row, up to")
+    figure.supylabel("held-out loss, nats a token")
+    figure.suptitle("Loss by position after phase B, one run each")
     return figure
 
 

@@ -15,7 +15,7 @@ from benchmarks.tables import with_stale_lines
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/conversion")
 PAGE = ROOT / "docs" / "results" / "conversion.md"
-STUDENTS = ("hybrid", "delta", "const", "power", "windows")  # in the order of the page
+STUDENTS = ("hybrid", "delta", "delta512", "deltanet", "const", "power", "windows")  # in the order of the page
 Row = dict[str, Any]
 
 
@@ -136,9 +136,11 @@ def _model(row: Row) -> str:
 
 
 def _curves(rows: list[Row]) -> dict[str, Row]:
-    """Returns the losses by position of every model, once for the teacher, which comes last."""
-    found = {_model(row): row for row in rows if row["kind"] == "positions"}
-    return dict(sorted(found.items(), key=lambda item: item[0] == "teacher"))
+    """Returns the losses by position of every model; the teacher has them once for each set of held-out rows."""
+    found = {(row["rows"], _model(row)): row for row in rows if row["kind"] == "positions"}
+    ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] == "teacher"))
+    several = len({number for number, _ in found}) > 1
+    return {name + (f", {number} rows" if name == "teacher" and several else ""): row for (number, name), row in ordered}
 
 
 def _with_source(rows: list[Row]) -> str:

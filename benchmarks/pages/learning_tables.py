@@ -134,19 +134,20 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 def search_table(rows: Sequence[Row]) -> str:
-    """Returns a row for each option that was tried on the delta rule: its loss, less that without the option."""
-    rows = [row for row in rows if row["status"] == "done" and not row["size"]]
-    base = {(row["context"], row["tokens"], row["learning_rate"], row["seed"]): row["held_out_loss"]
-            for row in rows if row["variant"] == "power_delta" and row["optimizer"] == "muon"}  # fmt: skip
+    """Returns a row for each option that was tried on the delta rule, or on p = 2: its loss, less that without it."""
+    rows = [row for row in rows if row["status"] == "done" and not row["size"] and row["optimizer"] == "muon"]
+    setting = ("context", "tokens", "learning_rate", "seed")
+    base = {key: own["held_out_loss"] for key, (own, *_) in group(rows, "variant", *setting).items()}
     lines = []
     for row in rows:
-        setting = (row["context"], row["tokens"], row["learning_rate"], row["seed"])
-        if row["variant"].startswith("power_delta+") and setting in base:
-            context, tokens, rate, seed = setting
-            change, loss = row["variant"].removeprefix("power_delta+"), row["held_out_loss"]
-            cells = [change, f"{context:,}", f"{tokens / 1e6:.0f}M", f"{rate:g}", seed]
-            lines.append([*cells, f"{loss:.3f}", f"{loss - base[setting]:+.3f}"])
-    return table("change | context | tokens | rate | seed | loss | less that of the delta rule", lines)
+        without, _, change = row["variant"].partition("+")
+        key = (without, *(row[name] for name in setting))
+        if without in ("power_delta", "power") and change and key in base:
+            cells = [without, change, f"{row['context']:,}", f"{row['tokens'] / 1e6:.0f}M", f"{row['learning_rate']:g}"]
+            loss = row["held_out_loss"]
+            lines.append([*cells, row["seed"], f"{loss:.3f}", f"{loss - base[key]:+.3f}"])
+    heading = "mixer | change | context | tokens | rate | seed | loss | less that without"
+    return table(heading, lines, left=(0, 1))
 
 
 def marked(loss: float) -> str:

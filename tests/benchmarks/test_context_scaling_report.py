@@ -224,10 +224,11 @@ def test_sentences_of_the_page_follow_from_the_rows():
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"({window:.3f} against {delta:.3f} nats, one run each)" in TEXT and window > delta
     name = 'heads_delta+options={"offset":0.09}'
-    (both,) = (row["held_out_loss"] for row in read_table(RESULTS / "learning.csv")
-               if (row["variant"], row["tokens"]) == (name, LONG))  # fmt: skip
-    words = f"{loss('heads_delta', LONG):.3f} nats then, {both:.3f} with an offset (one run each)"
-    assert words in TEXT and both < delta
+    offset = [row["held_out_loss"] for row in read_table(RESULTS / "learning.csv")
+              if (row["variant"], row["tokens"]) == (name, LONG)]  # fmt: skip
+    both = fmean(offset)
+    words = f"{loss('heads_delta', LONG):.3f} nats then (one run), {both:.3f} with offset (three)"
+    assert words in TEXT and both < delta and len(offset) == 3
     ratio = fmean(long["hybrid_heads_delta"]) / fmean(long["softmax_gate"])
     assert f"and {ratio:.3f} times in rows of 16,384 (three pairs each)" in TEXT
     delta, heads = (loss(each, MIDDLE) / gate for each in ("hybrid_delta_gate", "hybrid_heads_delta"))
