@@ -139,7 +139,7 @@ class Run:
         return round(self.tokens / (self.documents * DOCUMENT))
 
     def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
-        """Returns the recipe with fields set; its warm-up keeps its share of the steps.
+        """Returns the recipe with fields set, and AdamW; its warm-up keeps its share of the steps.
 
         A pass is one document at a time, whatever the documents of a step.
         """
@@ -168,6 +168,7 @@ class Run:
                 micro_batch_size=rows,
                 steps=steps,
                 warmup_steps=round(steps * training.warmup_steps / training.steps),
+                optimizer="adamw",
                 learning_rate=self.learning_rate,
                 seed=self.seed,
                 device=device,
@@ -192,7 +193,7 @@ class LearningRun(Run):
         return f"{super().name}-{self.optimizer}{factor}"
 
     def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
-        """Returns the recipe with fields set, as `Run.config` does."""
+        """Returns the recipe with fields set, as `Run.config` does, and its own optimizer."""
         config = super().config(scale, corpus, device, compiled)
         training = replace(config.training, optimizer=self.optimizer, muon_rate=self.muon_rate)
         return replace(config, training=training)

@@ -57,6 +57,7 @@ def test_every_run_of_every_study_is_one_of_a_kind_and_can_be_made():
         assert settings.passes_per_step == each.documents
         assert settings.steps * settings.context * settings.batch_size == each.tokens
         assert settings.precision == "bf16" and not config.data.pack
+        assert (settings.optimizer, settings.learning_rate) == ("adamw", each.learning_rate)
         assert cost.guess(each) > 0
 
 

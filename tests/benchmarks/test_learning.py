@@ -16,6 +16,7 @@ from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES
 from benchmarks.pages import learning_tables
 from benchmarks.tables import ROOT
 from sympow.recall.results import group, read_rows
+from sympow.recipes import load_recipe
 from sympow.sweeps import run_jobs
 
 LENGTH = DOCUMENT // SCALES["toy"].shrink
@@ -47,6 +48,8 @@ def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
         run = next(run for run in runs if run.variant == variant)
         config = run.config(SCALES["full"], tmp_path, "cpu")
         assert (config.training.optimizer, config.training.learning_rate) == (run.optimizer, run.learning_rate)
+    default = load_recipe("scaling:power").training  # the recipes have what won
+    assert (default.optimizer, default.learning_rate) == ("muon", learning.BEST)
 
 
 def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys):
