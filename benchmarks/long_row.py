@@ -84,12 +84,10 @@ def summary(losses: torch.Tensor) -> dict:
 
 def plot(result: dict, path: Path) -> None:
     """Draws the loss against position, with the length of the training rows and the loss with a perfect memory."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axis = figure.subplots()
     axis.step([span["stop"] for span in result["curve"]], [span["loss"] for span in result["curve"]], where="pre")
     axis.axvline(result["trained_context"], color="grey", linestyle=":", label="length of training rows")
     axis.axhline(result["best_loss"], color="grey", linestyle="--", label="all transitions known")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.measure import refuses
 from benchmarks.context_scaling.data import HELD_OUT
 
 # LZMA with its parameters for numbers of two bytes: of the codecs that come with zarr the one that makes documents of
@@ -56,19 +57,14 @@ def _copy(source: Path, target: Path, count: int) -> int:
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 
-def main() -> int:
+@refuses
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.subset", description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="that of `sympow kernel-corpus`")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--rows", type=int, required=True, help="documents to train on")
     args = parser.parse_args()
-    try:
-        size = write_subset(args.corpus, args.out, args.rows)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.out}: {size / 1e6:.1f} MB")
-    return 0
+    print(f"{args.out}: {write_subset(args.corpus, args.out, args.rows) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.common.measure import csv_file, measured, read, write
+from benchmarks.common.measure import csv_file, known, measured, write
 from sympow.cli.options import positive
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
@@ -258,8 +258,8 @@ def main() -> None:
     device = torch.device(args.device)
     with launched(device):
         main_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        rows = read(args.csv) if args.csv.exists() else []
-        rows = [row | {"optimizer": row.get("optimizer") or "adamw"} for row in rows]  # earlier rows do not name theirs
+        # Earlier rows do not name their optimizer.
+        rows = [row | {"optimizer": row.get("optimizer") or "adamw"} for row in known(args.csv)]
         runs = itertools.product(args.contexts, args.mixers, args.modes, args.optimizers)
         for context, mixer, mode, optimizer in runs:
             count = max(1, args.tokens // context)

@@ -9,8 +9,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.bigram import not_learned
-from benchmarks.common.measure import read
-from benchmarks.context_scaling.found import Found, read_table
+from benchmarks.common.measure import known, read
+from benchmarks.context_scaling.found import Found
 from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.tables import claims_table, studies_table
@@ -51,14 +51,14 @@ class Evidence:
     """
 
     def __init__(self, results: Path, corpus: str | None = None):
-        rows = [row for row in read_table(results / "learning.csv")
+        rows = [row for row in known(results / "learning.csv")
                 if row["status"] == "done" and row["optimizer"] == "muon" and row["size"] is None]  # fmt: skip
         names = [row["corpus"] for row in rows]
         corpus = corpus or max(names, key=names.count, default="")
         rows = [row for row in rows if row["corpus"] == corpus and row["variant"] in MODELS]
         self._rows = rows
         self._positions = {(row["run"], row["evaluated_context"]): row["held_out_loss"]
-                           for row in read_table(results / "learning_positions.csv")
+                           for row in known(results / "learning_positions.csv")
                            if row["corpus"] == corpus and row["documents"] == 16}  # fmt: skip
         self._found = Found(results / "context_scaling")
         self._steps = read(results / "decoding_h200.csv")
