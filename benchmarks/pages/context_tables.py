@@ -46,15 +46,14 @@ class Evidence:
     """Holds the rows that the table and the figure are of, by model.
 
     Args:
-        results: the folder of all results.
-        corpus: the rows of which version; None: that of most runs.
+        results: the folder of all results. Of the versions of the corpus, that of most runs counts.
     """
 
-    def __init__(self, results: Path, corpus: str | None = None):
+    def __init__(self, results: Path):
         rows = [row for row in known(results / "learning.csv")
                 if row["status"] == "done" and row["optimizer"] == "muon" and row["size"] is None]  # fmt: skip
         names = [row["corpus"] for row in rows]
-        corpus = corpus or max(names, key=names.count, default="")
+        corpus = max(names, key=names.count, default="")
         rows = [row for row in rows if row["corpus"] == corpus and row["variant"] in MODELS]
         self._rows = rows
         self._positions = {(row["run"], row["evaluated_context"]): row["held_out_loss"]

@@ -35,11 +35,15 @@ Continue = Callable[[Tensor, int], Tensor]
 """Continues texts, int64 [B, T], with the likeliest token n times; returns int64 [B, n]."""
 
 
-class Words(Protocol):
-    """Encodes text as tokens. The evaluation needs no more of a tokenizer."""
+class Tokenizer(Protocol):
+    """Turns text into tokens and back. The evaluations of recall need no more of a tokenizer."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of a text, integers, 1-D."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens."""
         ...
 
 
@@ -62,7 +66,7 @@ class PasskeyRow(NamedTuple):
 def passkey_recall(
     name: str,
     continues: Continue,
-    tokenizer: Words,
+    tokenizer: Tokenizer,
     contexts: Sequence[int],
     *,
     depths: Sequence[float] = DEPTHS,
@@ -111,7 +115,7 @@ def passkey_recall(
     return measured()
 
 
-def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
+def passkey_text(tokenizer: Tokenizer, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
     """Makes a text up to its answer, and the answer: tokens, int64 1-D, of `context` together.
 
     Raises ValueError if the number and the question do not fit.
@@ -213,7 +217,7 @@ def _batches(keys: Sequence[str], size: int) -> Iterable[Sequence[str]]:
     return (keys[start : start + size] for start in range(0, len(keys), size))
 
 
-def _grouped(tokenizer: Words, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
+def _grouped(tokenizer: Tokenizer, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
     """Returns texts and answers as batches. The rows of a batch have the same length, also of their answers."""
     groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for key in keys:
