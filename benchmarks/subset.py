@@ -22,16 +22,11 @@ from benchmarks.context_scaling.data import HELD_OUT
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 1, "pb": 1}]
 
 
-def write_subset(corpus: Path, out: Path, rows: int) -> int:
-    """Writes `rows` evenly spaced training documents and the held-out documents; returns the number of bytes.
+def copied(source: Path, target: Path, count: int) -> int:
+    """Copies `count` evenly spaced documents of an array; returns the number of bytes.
 
-    Raises FileNotFoundError where there is no corpus, FileExistsError where `out` is there already.
+    Raises FileNotFoundError where there is no array, FileExistsError where `target` is there already.
     """
-    return sum(_copy(corpus / name, out / name, count)
-               for name, count in (("train.zarr", rows), ("heldout.zarr", HELD_OUT)))  # fmt: skip
-
-
-def _copy(source: Path, target: Path, count: int) -> int:
     try:
         import zarr
         from numcodecs import LZMA
@@ -64,7 +59,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--rows", type=int, required=True, help="documents to train on")
     args = parser.parse_args()
-    print(f"{args.out}: {write_subset(args.corpus, args.out, args.rows) / 1e6:.1f} MB")
+    size = sum(copied(args.corpus / name, args.out / name, count)
+               for name, count in (("train.zarr", args.rows), ("heldout.zarr", HELD_OUT)))  # fmt: skip
+    print(f"{args.out}: {size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

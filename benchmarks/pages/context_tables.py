@@ -303,15 +303,11 @@ FOLDER = "context_scaling"
 FIGURES = {"context-scaling/choice.png": draw, "learning/trend.png": draw_trend}  # in the folders of the pages
 
 
-def _claims(results: Path) -> str:
-    return claims_table(Found(results / FOLDER), not_learned())
-
-
 # By their names; each gets the folder of results.
 TABLES: dict[str, Callable[[Path], str]] = {
     f"{FOLDER}/choice": lambda results: choice_table(Evidence(results)),
     f"{FOLDER}/short": lambda results: short_table(Evidence(results)),
-    f"{FOLDER}/claims": _claims,
+    f"{FOLDER}/claims": lambda results: claims_table(Found(results / FOLDER), not_learned()),
     f"{FOLDER}/studies": lambda results: studies_table(Found(results / FOLDER)),
     "learning_context.csv": use_table,
 }

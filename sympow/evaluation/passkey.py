@@ -105,8 +105,11 @@ def passkey_recall(
         with Progress(f"passkeys, {name}", "text", total=len(contexts) * len(depths) * texts, quiet=quiet) as progress:
             for context, depth in product(contexts, depths):
                 right = []
-                for keys in _batches(_keys(texts, seed), max(1, BATCH_TOKENS // context)):
-                    right += [_right(continues, *group) for group in _grouped(tokenizer, keys, context, depth)]
+                drawn, size = _keys(texts, seed), max(1, BATCH_TOKENS // context)
+                for keys in (drawn[start : start + size] for start in range(0, texts, size)):
+                    for prompts, answers in _grouped(tokenizer, keys, context, depth):
+                        made = continues(prompts, answers.shape[1]).cpu()
+                        right.append((made == answers).double().mean(1).numpy())  # the share of right tokens [B]
                     progress.advance(len(keys))
                 hits = np.concatenate(right)
                 shares = float((hits == 1).mean()), float(hits.mean())
@@ -213,10 +216,6 @@ def _keys(count: int, seed: int) -> list[str]:
     return [str(key) for key in drawn]
 
 
-def _batches(keys: Sequence[str], size: int) -> Iterable[Sequence[str]]:
-    return (keys[start : start + size] for start in range(0, len(keys), size))
-
-
 def _grouped(tokenizer: Tokenizer, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
     """Returns texts and answers as batches. The rows of a batch have the same length, also of their answers."""
     groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -226,9 +225,3 @@ def _grouped(tokenizer: Tokenizer, keys: Sequence[str], context: int, depth: flo
     for pairs in groups.values():
         texts, answers = (torch.from_numpy(np.stack(each)) for each in zip(*pairs, strict=True))
         yield texts, answers
-
-
-def _right(continues: Continue, texts: Tensor, answers: Tensor) -> np.ndarray:
-    """Returns the share of each answer's tokens that the model names: float64 [B]."""
-    made = continues(texts, answers.shape[1]).cpu()
-    return (made == answers).double().mean(1).numpy()
