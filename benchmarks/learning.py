@@ -90,36 +90,17 @@ GRIDS: dict[str, list[LearningRun]] = {
     "adamw": runs(MAIN, (1024, 4096), seeds=(0,), rates=(2e-3,), optimizer="adamw"),
     "seeds": runs(MAIN, (1024, 4096)),
     "search": runs(SEARCH, (4096,), seeds=(0,)),
-    "controls": runs(
-        (
-            "window",
-            "window+window=2112",
-            "softmax",
-            "hybrid_power_gate",
-            "hybrid_delta_gate",
-            "hybrid_window_gate",
-            "power+p=1",
-        ),
-        (4096,),
-    ),
+    "controls": runs(("window", "window+window=2112", "softmax", "hybrid_power_gate", "hybrid_delta_gate",
+                      "hybrid_window_gate", "power+p=1"), (4096,)),
     "middle_rates": runs(MAIN, (4096,), MIDDLE, seeds=(0,), rates=(4e-3, 8e-3)),
     "middle": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), MIDDLE),
-    "middle_hybrid_rates": runs(
-        ("hybrid_delta_gate", "softmax_gate", "window", "power_delta"),
-        (4096,),
-        MIDDLE,
-        seeds=(0,),
-        rates=(4e-3, 1.6e-2),
-    ),
+    "middle_hybrid_rates": runs(("hybrid_delta_gate", "softmax_gate", "window", "power_delta"), (4096,), MIDDLE,
+                                seeds=(0,), rates=(4e-3, 1.6e-2)),
     "heads": runs(("hybrid_heads_delta", "heads_delta", "heads_delta+window=512"), (4096,), MIDDLE),
     "gates": runs(("window+gate=true", "gated_heads_delta", "hybrid_gated_heads_delta"), (4096,), MIDDLE),
     # Documents cut short in the first half of the steps, and whole in the second.
-    "short_first": runs(
-        tuple(f"{name}+short_context=1024+short_share=0.5" for name in ("softmax_gate", "power_delta", "window")),
-        (4096, 16_384),
-        MIDDLE,
-        seeds=(0,),
-    ),
+    "short_first": runs(tuple(f"{name}+short_context=1024+short_share=0.5" for name in FOUR[:3]), (4096, 16_384),
+                        MIDDLE, seeds=(0,)),
     # An offset of the scores, alone and with other strengths of a write.
     "offset": runs(OFFSETS, (4096,)),
     "offset_1024": runs(OFFSETS[:2], (1024,)),
@@ -141,9 +122,8 @@ GRIDS: dict[str, list[LearningRun]] = {
     "billion": runs(("heads_delta", "power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
     # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
     # p = 1 in turns, and a window of 32 as the control with next to no context.
-    "rates_field": runs(
-        (*FIELD, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)
-    ),
+    "rates_field": runs((*FIELD, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), seeds=(0,),
+                        rates=(4e-3, 8e-3, 1.6e-2)),
     "rates_16384": runs(MAIN, (16_384,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)),
     "field": runs(FIELD, (4096,), MIDDLE),
     "field_16384": runs(FIELD, (16_384,), MIDDLE),
@@ -153,7 +133,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "long_window": runs(("window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), LONG),
     "small": [replace(run, size="small") for run in runs(FOUR, (4096,), MIDDLE, seeds=(0,))],
     "small_billion": [replace(run, size="small") for run in runs(FOUR, (4096,), BILLION, seeds=(0,))],
-}
+}  # fmt: skip
 
 
 @refuses
