@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.common.intervals import Interval, interval
 from benchmarks.common.measure import csv_file, measured, refuses, write
 from benchmarks.context_scaling.data import name_of, read_data
-from benchmarks.context_scaling.paired import Interval, interval
 from sympow.data import TokenCorpus
 from sympow.evaluation import BigramCounts, count_bigrams
 from sympow.evaluation.ar_hits import FREQUENT, bigram_distances

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, measured, write
 from benchmarks.context_scaling.data import name_of, read_data
-from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.work import fast_attention
 from sympow.data import Batches, Corpus
 from sympow.evaluation.context_loss import bin_edges, score_rows

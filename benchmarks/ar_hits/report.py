@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.context_scaling.paired import interval
+from benchmarks.common.intervals import interval
 from benchmarks.pages.prose import filled, table
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
 from sympow.evaluation.plot import COLOURS, curve_style, panels, set_grid, shared_legend

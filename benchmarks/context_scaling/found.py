@@ -11,9 +11,9 @@ from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.intervals import Interval, interval
 from benchmarks.common.measure import known
 from benchmarks.context_scaling.grid import Run
-from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import RATE_STUDIES, STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE

@@ -9,10 +9,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.bigram import not_learned
+from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, read
 from benchmarks.context_scaling.found import Found
 from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
-from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared

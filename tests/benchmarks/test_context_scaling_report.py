@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.bigram import not_learned
+from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known
 from benchmarks.common.measure import write as write_rows
 from benchmarks.context_scaling import __main__ as program
@@ -16,7 +17,6 @@ from benchmarks.context_scaling.claims import claims, judged
 from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import LABELS
-from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.learning import COLUMNS, LearningRun
 from benchmarks.pages import context_tables
