@@ -1,7 +1,9 @@
-"""Compares training on several ranks with training on one rank. The same run is done on one rank, on several ranks that
-share every row, and on one rank that continues from the middle of the latter. A run on one rank that computes its rows
-in two halves shows the effect of rounding alone. Rows are Markov chains (`benchmarks.common.chains`), or with --text
-pieces of Python's standard library in bytes.
+"""Compares training on several ranks with training on one rank.
+
+The same run is done on one rank ("one"), on several ranks that share every row ("several"), and on one rank that
+continues from the middle of "several" ("continued"). A run on one rank that computes its rows in two halves ("halves")
+shows the effect of rounding alone. Rows are Markov chains (`benchmarks.common.chains`), or with --text pieces of
+Python's standard library in bytes.
 
     python -m benchmarks.training_ranks --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
