@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import csv_file, read, write
+from benchmarks.common.measure import csv_file, known, read, refuses, write
 from benchmarks.context_scaling.data import Documents, name_of, read_documents
 from benchmarks.context_scaling.grid import SCALES
 from sympow.evaluation import count_bigrams
@@ -64,22 +64,17 @@ def not_learned() -> float:
     return max(row["loss"] for row in read(TABLE))
 
 
-def main() -> int:
+@refuses
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bigram", description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     parser.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
     table = partial(csv_file, columns=COLUMNS)
     parser.add_argument("--csv", type=table, default=TABLE, help="file that gets the row (default: the committed)")
     args = parser.parse_args()
-    try:
-        row = bigram_row(read_documents(SCALES[args.scale], args.corpus))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    known = read(args.csv) if args.csv.is_file() else []
-    write(args.csv, [*(other for other in known if other["corpus"] != row["corpus"]), row])
+    row = bigram_row(read_documents(SCALES[args.scale], args.corpus))
+    write(args.csv, [*(other for other in known(args.csv) if other["corpus"] != row["corpus"]), row])
     print(f"{row['corpus']}: {row['loss']} nats a token")
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,14 +14,22 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common.measure import gpu_peak_extra_bytes, measured, milliseconds, options, peak_extra_bytes, write
+from benchmarks.common.measure import (
+    gpu_peak_extra_bytes,
+    keep,
+    measured,
+    milliseconds,
+    options,
+    peak_extra_bytes,
+    synchronize,
+)
 from benchmarks.decoding_gpu import copy_call
 from benchmarks.state_dtype import room
 from sympow.models import LanguageModel, ModelState
@@ -171,15 +179,9 @@ def reading(model: LanguageModel, length: int, chunk: int, device: str) -> dict[
     )
 
 
-def synchronize(device: str) -> None:
-    """Waits for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 @torch.no_grad()
-def measure(scale: Scale, device: str, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Calls `keep` with every row: of reading first, because decoding many sequences fills the memory."""
+def measure(scale: Scale, device: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows: of reading first, because decoding many sequences fills the memory."""
     (copy_ms,) = milliseconds([copy_call(device, scale.copied)], device, rounds=5)
     model = random_model(scale.shape, device)
     about = {"device": device, "dtype": "bfloat16", "d_model": model.config.d_model, "layers": model.config.n_layers}
@@ -189,9 +191,9 @@ def measure(scale: Scale, device: str, keep: Callable[[dict[str, Any]], None]) -
         first = torch.zeros(1, scale.chunk + length % scale.chunk, dtype=torch.int64, device=device)
         read(model, first, scale.chunk)
     for length in scale.lengths:
-        keep(about | reading(model, length, scale.chunk, device) | measured(device))
+        yield about | reading(model, length, scale.chunk, device) | measured(device)
     for batch in scale.batches:
-        keep(about | decoding(model, batch, copy_ms / scale.copied, device) | measured(device))
+        yield about | decoding(model, batch, copy_ms / scale.copied, device) | measured(device)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -209,14 +211,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows: list[dict[str, Any]] = []
-
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(line(row), flush=True)
-        write(args.csv, rows)
-
-    measure(SCALES[args.scale], args.device, keep)
+    keep(args.csv, measure(SCALES[args.scale], args.device), line)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from benchmarks.common.cases import FORMS, MODES, Case, make_inputs, power_call
-from benchmarks.common.measure import graphed, kernel_milliseconds, measured, milliseconds, options, write
+from benchmarks.common.measure import graphed, keep, kernel_milliseconds, measured, milliseconds, options
 from benchmarks.ops import GRAPHED, check, chunk_size, expected
 from benchmarks.tables import chunks_table
 
@@ -133,12 +134,9 @@ def main() -> int:
         parser.error(f"--widths are of {sorted({case.K for case, _ in FORMS[args.device]})}; got {args.widths}")
     if args.device == "cuda":
         compile_kernels(forms, args.device)
-    rows: list[dict] = []
-    for case, chunks, passes in [(x, chunks, x == last) for last, chunks in forms for x in contexts(last)]:
-        for row in measure(case, chunks, args.device, passes and args.device == "cuda"):
-            rows.append(row)
-            print(line(row), flush=True)
-            write(args.csv, rows)
+    found = (measure(case, chunks, args.device, case == longest and args.device == "cuda")
+             for longest, chunks in forms for case in contexts(longest))  # fmt: skip
+    rows = keep(args.csv, chain.from_iterable(found), line)
     print(chunks_table(rows), *advice(rows), sep="\n")
     if args.plot:
         plot(rows, args.plot)
@@ -160,14 +158,12 @@ def plot(rows: Sequence[dict], path: Path) -> None:
 
     There is a column for each of the two largest K with p = 2. The table has the other shapes.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     some = [row for row in rows if row["passes"]]
     shapes = sorted({(row["p"], row["K"]) for row in some if row["p"] == 2})[-2:]
-    figure, axes = pyplot.subplots(len(MODES), len(shapes), figsize=(4.5 * len(shapes), 7), squeeze=False)
+    figure = Figure(figsize=(4.5 * len(shapes), 7))
+    axes = figure.subplots(len(MODES), len(shapes), squeeze=False)
     for axis, (mode, shape) in zip(axes.flat, ((mode, shape) for mode in MODES for shape in shapes), strict=True):
         bars = [row for row in some if (row["mode"], row["p"], row["K"]) == (mode, *shape)]
         below = [0.0] * len(bars)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.measure import commit, csv_file, processor, write
+from benchmarks.common.measure import csv_file, keep, measured
 from sympow.models import Context, ContextError, LanguageModel, ModelConfig, load_context, save_context
 
 READ = 43  # tokens of the file that is damaged
@@ -121,10 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rows = [kill_writers(Path(folder) / "x.ctx", chosen.kills), spoil(Path(folder) / "y.ctx")]
-    about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
-    write(chosen.csv, [row | about for row in rows])
-    for row in rows:
-        print(row)
+    keep(chosen.csv, [row | measured("cpu") for row in rows])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.common.measure import commit, csv_file, processor, write
+from benchmarks.common.measure import csv_file, measured, write
 from sympow.data import open_corpus
 from sympow.models import Context, generate, load_context, save_context
 from sympow.progress import Progress
@@ -104,8 +104,7 @@ def main() -> None:
             f"continued {'alike' if row['same_continuation'] else 'OTHERWISE'}"
         )
     if options.csv:
-        about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
-        write(options.csv, [row | about for row in rows])
+        write(options.csv, [row | measured("cpu") for row in rows])
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.common.measure import csv_file, measured, write
+from benchmarks.common.intervals import Interval, interval
+from benchmarks.common.measure import csv_file, measured, refuses, write
 from benchmarks.context_scaling.data import name_of, read_data
-from benchmarks.context_scaling.paired import Interval, interval
 from sympow.data import TokenCorpus
 from sympow.evaluation import BigramCounts, count_bigrams
 from sympow.evaluation.ar_hits import FREQUENT, bigram_distances
@@ -188,7 +188,8 @@ def compared(ours: Sequence[Sequence[float | None]], base: Sequence[Sequence[flo
     return None if documents is None or seeds is None else Compared(documents, seeds)
 
 
-def main() -> int:
+@refuses
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context_use", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of `sympow train`")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
@@ -196,25 +197,20 @@ def main() -> int:
     parser.add_argument("--csv", type=csv_file, required=True, help="file the rows are written to")
     args = parser.parse_args()
     rows: list[Row] = []
-    try:
-        for folder in args.runs:
-            loaded = load_model(folder, torch.device(args.device))
-            config = loaded.config
-            paths = {"path": str(args.corpus / "train.zarr"), "held_out_path": str(args.corpus / "heldout.zarr")}
-            documents = read_data(replace(config.data, **paths))
-            counts = count_bigrams(documents.train, documents.train.vocab_size)
-            longest = int(documents.held_out.lengths.max())
-            lengths = [length for length in LENGTHS if length < longest] + [longest]
-            about = {"run": config.name, "corpus": name_of(documents.train)}
-            found = context_use(loaded.model, documents.held_out, counts, config.training.precision, lengths)
-            rows += [about | row | measured(args.device) for row in found]
-            write(args.csv, rows)
-            for row in found:
-                print(f"{config.name}: {row['measure']} {row['length']:,}: {row['value']}", flush=True)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for folder in args.runs:
+        loaded = load_model(folder, torch.device(args.device))
+        config = loaded.config
+        paths = {"path": str(args.corpus / "train.zarr"), "held_out_path": str(args.corpus / "heldout.zarr")}
+        documents = read_data(replace(config.data, **paths))
+        counts = count_bigrams(documents.train, documents.train.vocab_size)
+        longest = int(documents.held_out.lengths.max())
+        lengths = [length for length in LENGTHS if length < longest] + [longest]
+        about = {"run": config.name, "corpus": name_of(documents.train)}
+        found = context_use(loaded.model, documents.held_out, counts, config.training.precision, lengths)
+        rows += [about | row | measured(args.device) for row in found]
+        write(args.csv, rows)
+        for row in found:
+            print(f"{config.name}: {row['measure']} {row['length']:,}: {row['value']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import commit, csv_file, processor, write
+from benchmarks.common.measure import csv_file, keep, measured
 from benchmarks.pages.conversion_report import PAGE, RESULTS, read_rows, write_report
 from sympow.conversion.distillation import load_teacher
 from sympow.data import Tokenizer, open_corpus
@@ -172,13 +172,9 @@ def main() -> None:
         print(write_report(), *draw_figures(read_rows(), PAGE.with_suffix("")), sep="\n")
         return
     device = "cpu" if options.command == "logits" else resolve_device(options.device).type
-    about = {"processor": processor(device), "torch": torch.__version__, "commit": commit()}
     found = compare_logits(options) if options.command == "logits" else measure(options.run, options)
-    rows: list[dict[str, Any]] = []
-    for row in found:
-        rows.append(row | about)
-        write(options.csv, rows)  # each as it comes: what follows may take long
-        print(row, flush=True)
+    about = measured(device)
+    keep(options.csv, (row | about for row in found))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import commit, options, processor, write
+from benchmarks.common.measure import keep, measured, options, synchronize
 from sympow.conversion.swap import parse_pattern, swap_mixers
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState
@@ -65,13 +65,13 @@ def decoding(model: LanguageModel, batch: int, context: int, tokens: int) -> dic
         state_bytes, slots = state.nbytes, Slots.with_graphs(model, state, context)
         for step in range(2 * tokens):
             if step == tokens:
-                _wait(device)
+                synchronize(device.type)
                 began = time.perf_counter()
             if slots is None:
                 _, state = model.step(drawn, state)
             else:
                 slots.step(drawn[:, 0])
-        _wait(device)
+        synchronize(device.type)
     except torch.OutOfMemoryError:
         return {"tokens_per_second": None, "state_bytes": None, "graph": False}
     rate = batch * tokens / (time.perf_counter() - began)
@@ -89,11 +89,6 @@ def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:
     return ModelState(layers)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main() -> None:
     """Prints the rows, and writes them to a file."""
     parser = options("benchmarks.conversion_decoding", __doc__ or "")
@@ -103,12 +98,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="steps that are timed (default: 32)")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    about = {"processor": processor(chosen.device), "torch": torch.__version__, "commit": commit()}
-    rows: list[dict[str, Any]] = []
-    for row in measure(chosen.shape, torch.device(chosen.device), chosen.contexts, chosen.batch, chosen.tokens):
-        rows.append(row | about)
-        write(chosen.csv, rows)
-        print(row, flush=True)
+    about = measured(chosen.device)
+    rows = measure(chosen.shape, torch.device(chosen.device), chosen.contexts, chosen.batch, chosen.tokens)
+    keep(chosen.csv, (row | about for row in rows))
 
 
 if __name__ == "__main__":

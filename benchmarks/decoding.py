@@ -11,12 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from benchmarks import decoding_gpu
-from benchmarks.common.measure import measured, options, write
+from benchmarks.common.measure import keep, measured, options, synchronize
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 from sympow.models.slots import Slots
@@ -110,8 +111,7 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
         for context in states:
             start = time.perf_counter()
             steps[context](token.to(device))
-            if device == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             times[context].append((time.perf_counter() - start) * 1e3)
     ms = {context: statistics.median(each[WARM_UP:]) for context, each in times.items()}
     return [
@@ -137,24 +137,20 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
-    rows: list[dict] = []
     if args.device == "cuda" and not args.models:
-        for case in decoding_gpu.CASES:
-            rows.append(decoding_gpu.measure(case))
-            print(decoding_gpu.line(rows[-1]), flush=True)
-            write(args.csv, rows)
+        keep(args.csv, map(decoding_gpu.measure, decoding_gpu.CASES), decoding_gpu.line)
         return
     torch.set_num_threads(args.threads)
     print(f"{'mixer':>15} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
-    for name, mixer in MIXERS.items():
-        for row in measure(name, preset(args.preset, args.vocabulary, mixer), args.contexts, args.tokens, args.device):
-            rows.append(row)
-            timing = f"{row['ms_per_token']:>9.3f} {row['ratio']:>6.2f}"
-            print(
-                f"{row['mixer']:>15} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}",
-                flush=True,
-            )
-    write(args.csv, rows)
+    found = (measure(name, preset(args.preset, args.vocabulary, mixer), args.contexts, args.tokens, args.device)
+             for name, mixer in MIXERS.items())  # fmt: skip
+    keep(args.csv, chain.from_iterable(found), line)
+
+
+def line(row: dict) -> str:
+    """Returns a row as text to print."""
+    timing = f"{row['ms_per_token']:>9.3f} {row['ratio']:>6.2f}"
+    return f"{row['mixer']:>15} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import commit, csv_file, processor, write
+from benchmarks.common.measure import csv_file, keep, measured
 
 TASKS = Path(__file__).parent / "harness_tasks"
 
@@ -66,12 +66,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--csv", type=csv_file, required=True, help="where the rows go")
     options = parser.parse_args()
-    about = {"processor": processor(options.device), "torch": torch.__version__, "commit": commit()}
-    rows: list[dict[str, Any]] = []
-    for folder in options.folders:
-        rows += [row | about for row in score(folder, options)]
-        write(options.csv, rows)
-        print(*rows, sep="\n", flush=True)
+    about = measured(torch.device(options.device).type)
+    keep(options.csv, (row | about for folder in options.folders for row in score(folder, options)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from benchmarks.common.measure import commit, options, processor, write
+from benchmarks.common.measure import keep, measured, options
 from sympow.integrations.transformers import SympowConfig
 from sympow.integrations.transformers.folders import from_native
 from sympow.models import LanguageModel, generate, preset
@@ -80,15 +80,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256, help="of each row (default: 256)")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    about = {"processor": processor(chosen.device), "torch": torch.__version__, "commit": commit()}
-    rows: list[dict[str, Any]] = []
+    about, device = measured(chosen.device), torch.device(chosen.device)
     dtypes = (torch.float32, torch.bfloat16) if chosen.device == "cuda" else (torch.float32,)
-    for dtype in dtypes:
-        for batch in chosen.batches:
-            device = torch.device(chosen.device)
-            rows.append(measure(chosen.preset, chosen.vocab_size, device, batch, chosen.new_tokens, dtype) | about)
-            write(chosen.csv, rows)
-            print(rows[-1], flush=True)
+    keep(chosen.csv, (measure(chosen.preset, chosen.vocab_size, device, batch, chosen.new_tokens, dtype) | about
+                      for dtype in dtypes for batch in chosen.batches))  # fmt: skip
 
 
 if __name__ == "__main__":

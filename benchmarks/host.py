@@ -24,7 +24,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -150,11 +150,6 @@ def op_calls(case: Case, device: str, mode: str) -> tuple[Callable, Callable, fl
     return partial(power_call, case, inputs, "auto", mode), partial(softmax_call, heads_first(inputs), mode), wrong
 
 
-def softmax_kernel(device: str) -> AbstractContextManager:
-    """Allows only cuDNN's softmax attention on a GPU; chosen once, as the choice takes time on the host."""
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else nullcontext()
-
-
 def print_profile(call: Callable[[], object]) -> None:
     """Prints the functions of a call that take the most time of their own, the profiler's share included."""
     profile = cProfile.Profile()
@@ -199,7 +194,8 @@ def measure(case: Case, device: str, what: str, profile: bool = False, launches:
 
     With `profile` and `launches`, prints what our call does.
     """
-    with softmax_kernel(device):
+    # Of softmax attention, only cuDNN's on a GPU: chosen once, as the choice takes time on the host.
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else nullcontext():
         calls = layer_calls if what in LAYERS else op_calls
         ours, peer, wrong = calls(case, device, what)
         (us, wall), (peer_us, peer_wall) = microseconds([ours, peer], device)

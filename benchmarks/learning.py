@@ -17,7 +17,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import read, write
+from benchmarks.common.measure import known, refuses, write
 from benchmarks.context_scaling import cost, found
 from benchmarks.context_scaling.data import name_of, read_documents
 from benchmarks.context_scaling.grid import BILLION, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
@@ -91,36 +90,17 @@ GRIDS: dict[str, list[LearningRun]] = {
     "adamw": runs(MAIN, (1024, 4096), seeds=(0,), rates=(2e-3,), optimizer="adamw"),
     "seeds": runs(MAIN, (1024, 4096)),
     "search": runs(SEARCH, (4096,), seeds=(0,)),
-    "controls": runs(
-        (
-            "window",
-            "window+window=2112",
-            "softmax",
-            "hybrid_power_gate",
-            "hybrid_delta_gate",
-            "hybrid_window_gate",
-            "power+p=1",
-        ),
-        (4096,),
-    ),
+    "controls": runs(("window", "window+window=2112", "softmax", "hybrid_power_gate", "hybrid_delta_gate",
+                      "hybrid_window_gate", "power+p=1"), (4096,)),
     "middle_rates": runs(MAIN, (4096,), MIDDLE, seeds=(0,), rates=(4e-3, 8e-3)),
     "middle": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), MIDDLE),
-    "middle_hybrid_rates": runs(
-        ("hybrid_delta_gate", "softmax_gate", "window", "power_delta"),
-        (4096,),
-        MIDDLE,
-        seeds=(0,),
-        rates=(4e-3, 1.6e-2),
-    ),
+    "middle_hybrid_rates": runs(("hybrid_delta_gate", "softmax_gate", "window", "power_delta"), (4096,), MIDDLE,
+                                seeds=(0,), rates=(4e-3, 1.6e-2)),
     "heads": runs(("hybrid_heads_delta", "heads_delta", "heads_delta+window=512"), (4096,), MIDDLE),
     "gates": runs(("window+gate=true", "gated_heads_delta", "hybrid_gated_heads_delta"), (4096,), MIDDLE),
     # Documents cut short in the first half of the steps, and whole in the second.
-    "short_first": runs(
-        tuple(f"{name}+short_context=1024+short_share=0.5" for name in ("softmax_gate", "power_delta", "window")),
-        (4096, 16_384),
-        MIDDLE,
-        seeds=(0,),
-    ),
+    "short_first": runs(tuple(f"{name}+short_context=1024+short_share=0.5" for name in FOUR[:3]), (4096, 16_384),
+                        MIDDLE, seeds=(0,)),
     # An offset of the scores, alone and with other strengths of a write.
     "offset": runs(OFFSETS, (4096,)),
     "offset_1024": runs(OFFSETS[:2], (1024,)),
@@ -142,9 +122,8 @@ GRIDS: dict[str, list[LearningRun]] = {
     "billion": runs(("heads_delta", "power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
     # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
     # p = 1 in turns, and a window of 32 as the control with next to no context.
-    "rates_field": runs(
-        (*FIELD, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)
-    ),
+    "rates_field": runs((*FIELD, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), seeds=(0,),
+                        rates=(4e-3, 8e-3, 1.6e-2)),
     "rates_16384": runs(MAIN, (16_384,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)),
     "field": runs(FIELD, (4096,), MIDDLE),
     "field_16384": runs(FIELD, (16_384,), MIDDLE),
@@ -154,10 +133,11 @@ GRIDS: dict[str, list[LearningRun]] = {
     "long_window": runs(("window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), LONG),
     "small": [replace(run, size="small") for run in runs(FOUR, (4096,), MIDDLE, seeds=(0,))],
     "small_billion": [replace(run, size="small") for run in runs(FOUR, (4096,), BILLION, seeds=(0,))],
-}
+}  # fmt: skip
 
 
-def main() -> int:
+@refuses
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="train what is missing")
@@ -188,12 +168,7 @@ def main() -> int:
     merge.set_defaults(command=_merge)
     merge.add_argument("--from", dest="source", type=Path, required=True, help="folder that run wrote")
     options = parser.parse_args()
-    try:
-        options.command(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options.command(options)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -202,13 +177,11 @@ def _run(options: argparse.Namespace) -> None:
     chosen += [_by_adamw(run) for run in grid(options.studies.split(","))] if options.studies else []
     device = resolve_device(options.device).type
     corpus = name_of(read_documents(SCALES[options.scale], options.corpus).train)
-    finished = {
-        run_of(row) for row in found.read_table(TABLE) if row["corpus"] == corpus and row["scale"] == options.scale
-    }
-    finished |= {_by_adamw(found.run_of(row)) for row in found.read_table(RESULTS / "context_scaling" / found.RUNS)
+    finished = {run_of(row) for row in known(TABLE) if row["corpus"] == corpus and row["scale"] == options.scale}
+    finished |= {_by_adamw(found.run_of(row)) for row in known(RESULTS / "context_scaling" / found.RUNS)
                  if row["corpus"] == corpus and row["scale"] == options.scale}  # fmt: skip
     if options.measures:
-        measured = {row["run"] for row in _use(USE) if row["corpus"] == corpus}
+        measured = {row["run"] for row in known(USE) if row["corpus"] == corpus}
         finished = {run for run in finished if run.name in measured}
     left = [run for run in dict.fromkeys(chosen) if options.again or run not in finished]
     print(f"{len(left)} of {len(set(chosen))} runs to do", flush=True)
@@ -253,9 +226,9 @@ def expected(run: Run) -> float:
     They follow from the fastest time of the variant at this context that is known, which had the least company, or from
     `cost.guess` if that is less.
     """
-    timed = found.read_table(TABLE.parent / "context_scaling" / SPEED)
+    timed = known(TABLE.parent / "context_scaling" / SPEED)
     own = (run.variant, run.context)
-    speeds = [row["tokens_per_second"] for row in [*found.read_table(TABLE), *timed]
+    speeds = [row["tokens_per_second"] for row in [*known(TABLE), *timed]
               if (row["variant"], row["context"]) == own and row.get("size") == run.size
               and (row.get("compiled") or row.get("mode") == "compiled")]  # fmt: skip
     return min(cost.OVERHEAD + run.tokens / max(speeds, default=1), COMPILED * cost.guess(run))
@@ -267,11 +240,11 @@ def company(workers: int, gpus: int) -> float:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    known = {run_of(row) for row in found.read_table(TABLE) if options.corpus_name in (None, row["corpus"])}
+    done = {run_of(row) for row in known(TABLE) if options.corpus_name in (None, row["corpus"])}
     if options.measures:
-        measured = {row["run"] for row in _use(USE)}
-        known = {run for run in known if run.name in measured}
-    left = [run for run in of_grids(options.grids) if run not in known]
+        measured = {row["run"] for row in known(USE)}
+        done = {run for run in done if run.name in measured}
+    left = [run for run in of_grids(options.grids) if run not in done]
     seconds = [expected(run) * company(options.workers, options.gpus) for run in left]
     for run, each in zip(left, seconds, strict=True):
         print(f"{each:6,.0f} s  {run.name}")
@@ -289,18 +262,17 @@ def _named(text: str) -> LearningRun:
 
 def _merge(options: argparse.Namespace) -> None:
     """Adds finished rows, in place of earlier ones of the same runs."""
-    added = [row for row in found.read_table(options.source / TABLE.name) if row["status"] != FAILED]
-    known = {(run_of(row), row["corpus"], row["scale"]) for row in added}
-    old = found.read_table(TABLE)
-    rows = [row for row in old if (run_of(row), row["corpus"], row["scale"]) not in known] + added
+    added = [row for row in known(options.source / TABLE.name) if row["status"] != FAILED]
+    new = {(run_of(row), row["corpus"], row["scale"]) for row in added}
+    old = known(TABLE)
+    rows = [row for row in old if (run_of(row), row["corpus"], row["scale"]) not in new] + added
     names = {(run_of(row).name, row["corpus"]) for row in added}
 
-    def merged(read_table: Callable[[Path], list[dict[str, Any]]], file: Path) -> list[dict[str, Any]]:
-        kept = [row for row in read_table(file) if (row["run"], row["corpus"]) not in names]
-        new = read_table(options.source / file.name)
-        return kept + [row for row in new if (row["run"], row["corpus"]) in names]
+    def merged(file: Path) -> list[dict[str, Any]]:
+        kept = [row for row in known(file) if (row["run"], row["corpus"]) not in names]
+        return kept + [row for row in known(options.source / file.name) if (row["run"], row["corpus"]) in names]
 
-    _write(RESULTS, rows, merged(found.read_table, POSITIONS), merged(_use, USE))
+    _write(RESULTS, rows, merged(POSITIONS), merged(USE))
     print(f"{len(rows) - len(old)} runs added, {len(added) + len(old) - len(rows)} replaced")
 
 
@@ -329,10 +301,6 @@ def _write(
     if use:
         write(folder / USE.name, use)
     write_results(folder / TABLE.name, [{name: row.get(name) for name in COLUMNS} for row in rows])
-
-
-def _use(file: Path) -> list[dict[str, Any]]:
-    return read(file) if file.is_file() else []
 
 
 def run_of(row: dict[str, Any]) -> LearningRun:

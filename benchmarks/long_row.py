@@ -9,36 +9,21 @@ DIR/long_row.csv and .png.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.common.chains import Chains, options
+from benchmarks.common.chains import Chains, options, run_config
 from benchmarks.common.measure import measured, write
-from sympow.data import DataConfig
-from sympow.models import LanguageModel, MixerConfig, preset
-from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, load_model, train
+from sympow.models import LanguageModel
+from sympow.training import ExecutionConfig, load_model, train
 from sympow.training.step import autocast
 
 TENTHS = 10
-
-
-def run_config(args: argparse.Namespace) -> RunConfig:
-    return RunConfig(
-        name="long-row",
-        model=preset(args.preset, args.vocabulary, MixerConfig("power")),
-        data=DataConfig(tokenizer="bytes", pack=False),
-        training=TrainingConfig(
-            context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.steps // 10,
-            learning_rate=args.learning_rate, precision="bf16", checkpoint_every=100, keep_checkpoints=1,
-            device=args.device,
-        ),
-        execution=ExecutionConfig(checkpoint_activations=True),
-    )  # fmt: skip
 
 
 def long_pass(model: LanguageModel, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device) -> dict:
@@ -84,12 +69,10 @@ def summary(losses: torch.Tensor) -> dict:
 
 def plot(result: dict, path: Path) -> None:
     """Draws the loss against position, with the length of the training rows and the loss with a perfect memory."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axis = figure.subplots()
     axis.step([span["stop"] for span in result["curve"]], [span["loss"] for span in result["curve"]], where="pre")
     axis.axvline(result["trained_context"], color="grey", linestyle=":", label="length of training rows")
     axis.axhline(result["best_loss"], color="grey", linestyle="--", label="all transitions known")
@@ -104,7 +87,9 @@ def main() -> int:
     parser = options("benchmarks.long_row", __doc__, rows=8, steps=600, learning_rate=5e-4)
     parser.add_argument("--length", type=int, default=1_000_000, help="tokens of the row (default: 1000000)")
     args = parser.parse_args()
-    device, config = torch.device(args.device), run_config(args)
+    often = {"warmup_steps": args.steps // 10, "checkpoint_every": 100, "keep_checkpoints": 1}
+    device, config = torch.device(args.device), run_config(args, "long-row", args.vocabulary, **often)
+    config = replace(config, execution=ExecutionConfig(checkpoint_activations=True))
     training = Chains(args.context, args.rows, args.vocabulary)
     trained = train(config, training, args.out / "run", quiet=True)
     if trained.stopped_by:

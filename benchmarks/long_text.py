@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.measure import measured, read, write
+from benchmarks.common.intervals import interval
+from benchmarks.common.measure import known, measured, write
 from benchmarks.context_scaling.data import name_of, read_data
-from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.work import fast_attention
 from sympow.data import Batches, Corpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
@@ -97,12 +97,10 @@ def by_position(whole: np.ndarray, in_rows: np.ndarray, width: int) -> list[dict
 
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Draws the loss of whole documents by position, and below it the gain from the far context."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True)
+    figure = Figure(figsize=(7, 6))
+    above, below = figure.subplots(2, 1, sharex=True)
     for i, key in enumerate(dict.fromkeys((row["trained_context"], row["seed"]) for row in rows)):
         own = [row for row in rows if (row["trained_context"], row["seed"]) == key]
         gained = [row for row in own if row["gain"] is not None]
@@ -117,7 +115,6 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     above.legend(title="trained on rows of")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def main() -> int:
@@ -151,8 +148,7 @@ def main() -> int:
     about = key | {"tokens": config.training.steps * args.context, "documents": len(whole), "length": min(lengths)}
     about |= {"recipe": RECIPE, "corpus": name_of(documents.train), **measured(args.device)}
     file = args.out / "long_text.csv"
-    known = read(file) if file.is_file() else []
-    rows = [row for row in known if {name: row[name] for name in key} != key]
+    rows = [row for row in known(file) if {name: row[name] for name in key} != key]
     rows += [about | row for row in by_position(whole, in_rows, args.context)]
     write(file, rows)
     plot(rows, args.out / "long_text.png")

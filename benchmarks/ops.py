@@ -264,10 +264,7 @@ def plot(rows: list[dict], path: Path) -> None:
     There is a panel for each K of 64 and more that was measured at three lengths, or for the K of a CPU. Peers that
     compute another function than softmax attention or ours are left out.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     some = [row for row in rows if row["p"] == 2 and row["gated"] and row["mode"] == "forward+backward"
             and (row["K"] >= 64 or row["device"] == "cpu") and "linear" not in row["peer"]]  # fmt: skip
@@ -275,7 +272,8 @@ def plot(rows: list[dict], path: Path) -> None:
     for row in some:
         shapes.setdefault((row["K"], row["B"], row["H"], row["G"]), []).append(row)
     shapes = {shape: own for shape, own in shapes.items() if len({row["T"] for row in own}) > 2}
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(10, 4), sharey=True, squeeze=False)
+    figure = Figure(figsize=(10, 4))
+    axes = figure.subplots(1, len(shapes), sharey=True, squeeze=False)
     colors: dict[str, str] = {}
     for axis, ((key_dim, batch, heads, groups), own) in zip(axes.flat, sorted(shapes.items()), strict=True):
         # Of several measurements of our own, as of runs with other peers, the first one counts.

@@ -17,7 +17,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.common.code_hash import code_hash, part_of
-from benchmarks.common.measure import read, write
+from benchmarks.common.measure import known, read, refuses, write
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPEATED = "repeated.csv"
@@ -156,26 +156,22 @@ def _spread(rule: Rule, rows: Sequence[dict[str, Any]], row: dict[str, Any], col
 
 def confirmed(table: Path, name: str, code: str | None) -> int:
     """Returns how many rows of a file were repeated with some code; 0 if a value of one does not agree."""
-    lines = [line for line in (read(table) if table.is_file() else []) if (line["file"], line["code"]) == (name, code)]
+    lines = [line for line in known(table) if (line["file"], line["code"]) == (name, code)]
     return len({str(line["key"]) for line in lines}) if all(line["agrees"] for line in lines) else 0
 
 
+@refuses
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.repeat", description=__doc__.splitlines()[0])
     parser.add_argument("name", help="a file of benchmarks/results")
     parser.add_argument("new", type=Path, nargs="+", help="files of rows measured anew")
     args = parser.parse_args()
     table = RESULTS / REPEATED
-    try:
-        old = read(RESULTS / args.name)
-        lines = [line for path in args.new for row in read(path) for line in compare(args.name, old, row)]
-        if not lines:
-            raise ValueError("expected a row of the same processor, or a value that does not depend on it; got none")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    known = read(table) if table.is_file() else []
-    write(table, known + [line for line in lines if line not in known])
+    old, before = read(RESULTS / args.name), known(table)
+    lines = [line for path in args.new for row in read(path) for line in compare(args.name, old, row)]
+    if not lines:
+        raise ValueError("expected a row of the same processor, or a value that does not depend on it; got none")
+    write(table, before + [line for line in lines if line not in before])
     for line in lines:
         print(f"{'agrees' if line['agrees'] else 'DOES NOT AGREE'}: {line['column']} {line['before']} -> {line['now']} "
               f"({line['allowed']}), {line['key']}")  # fmt: skip

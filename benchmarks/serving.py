@@ -36,7 +36,8 @@ from benchmarks.common.measure import measured, options, write
 from benchmarks.common.server_process import NAME, Server, Streamed
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
-from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_checkpoint
+from sympow.training import RunConfig, TrainingConfig, load
+from sympow.training.run_folder import write_run_folder
 
 SHORT = 128  # tokens of a short prompt
 COMPARED = 16  # answers
@@ -55,13 +56,9 @@ def untrained_run(folder: Path, config: ModelConfig) -> None:
         # With a tied head the likeliest token would always be the last one.
         model.final_norm.weight.copy_(torch.empty(config.d_model).normal_(generator=generator))
     data = DataConfig(kind="text", path=".", tokenizer="bytes")
-    run = RunConfig(NAME, config, data, TrainingConfig(context=64, batch_size=1, steps=1, warmup_steps=1)).to_dict()
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(run))
-    ByteTokenizer().save(folder / "tokenizer.json")
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
-    save_checkpoint(Checkpoint(run, weights, step=1, tokens=0, seconds=0.0, **empty), folder, 1)
+    run = RunConfig(NAME, config, data, TrainingConfig(context=64, batch_size=1, steps=1, warmup_steps=1))
+    write_run_folder(folder, run, model, step=1, tokenizer=None)
+    ByteTokenizer().save(folder)
 
 
 def prompt_of(length: int, seed: int) -> str:

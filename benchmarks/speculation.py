@@ -15,7 +15,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.common.measure import commit, options, processor, write
+from benchmarks.common.measure import measured, options, write
 from sympow.data import open_corpus
 from sympow.models import Drafts, Generation, ModelDrafts, NgramDrafts, generate
 from sympow.progress import Progress
@@ -95,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     run = load(arguments.run, arguments.device)
     drafts = [None] if arguments.draft is None else [None, load(arguments.draft, arguments.device)]
-    about = {"processor": processor(arguments.device), "torch": torch.__version__, "commit": commit()}
+    about = measured(arguments.device)
     for each in (run, *drafts):  # compiles kernels, so that no row does
         if each is not None:
             generate(each.model, torch.zeros(1, 8, dtype=torch.int64).repeat(1, 8), 64, drafts=NgramDrafts())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.measure import refuses
 from benchmarks.context_scaling.data import HELD_OUT
 
 # LZMA with its parameters for numbers of two bytes: of the codecs that come with zarr the one that makes documents of
@@ -21,16 +22,11 @@ from benchmarks.context_scaling.data import HELD_OUT
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 1, "pb": 1}]
 
 
-def write_subset(corpus: Path, out: Path, rows: int) -> int:
-    """Writes `rows` evenly spaced training documents and the held-out documents; returns the number of bytes.
+def copied(source: Path, target: Path, count: int) -> int:
+    """Copies `count` evenly spaced documents of an array; returns the number of bytes.
 
-    Raises FileNotFoundError where there is no corpus, FileExistsError where `out` is there already.
+    Raises FileNotFoundError where there is no array, FileExistsError where `target` is there already.
     """
-    return sum(_copy(corpus / name, out / name, count)
-               for name, count in (("train.zarr", rows), ("heldout.zarr", HELD_OUT)))  # fmt: skip
-
-
-def _copy(source: Path, target: Path, count: int) -> int:
     try:
         import zarr
         from numcodecs import LZMA
@@ -56,19 +52,16 @@ def _copy(source: Path, target: Path, count: int) -> int:
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 
-def main() -> int:
+@refuses
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.subset", description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="that of `sympow kernel-corpus`")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--rows", type=int, required=True, help="documents to train on")
     args = parser.parse_args()
-    try:
-        size = write_subset(args.corpus, args.out, args.rows)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    size = sum(copied(args.corpus / name, args.out / name, count)
+               for name, count in (("train.zarr", args.rows), ("heldout.zarr", HELD_OUT)))  # fmt: skip
     print(f"{args.out}: {size / 1e6:.1f} MB")
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common.code_hash import code_hash, part_of
-from benchmarks.common.measure import read
+from benchmarks.common.measure import known, read
 from benchmarks.pages import context_tables
 from benchmarks.pages.learning_tables import learning_table
 from benchmarks.pages.mqar_tables import (
@@ -404,7 +404,7 @@ def earlier(path: Path) -> dict[str, set[str]]:
     """
     runs = {
         (part_of(path, row.get("processor")), row.get("commit") or "unknown", row.get("code"))
-        for row in (read(path) if path.is_file() else [])
+        for row in known(path)
         if row.get("commit") or row.get("code")
     }
     found: dict[str, set[str]] = {}

@@ -14,14 +14,14 @@ from sympow.recall.theory.sorting import recall_circuit
 
 ALGORITHMS = {"one by one": recall_one_by_one, "all pairs": recall_all_pairs, "in blocks": recall_in_blocks}
 MEMORIES = [retnet(8, heads=3), Memory("power p=1", 1, 16), Memory("power p=2", 2, 8), Memory("power p=3", 3, 6)]
+ROWS = 32  # of every accuracy
 SHARES = (64, 16, 4, 1, 1 / 2, 1 / 4, 1 / 8)  # bits of the state for every stored bit
 
 
-def work(longest: int) -> list[dict[str, object]]:
-    """Returns rows of the work and depth of every algorithm at N = 64, 128, ... `longest` triples."""
-    sizes = [64 << i for i in range((longest // 64).bit_length())]
+def work() -> list[dict[str, object]]:
+    """Returns rows of the work and depth of every algorithm at N = 64, 128, ... 16,384 triples."""
     rows = []
-    for size in sizes:
+    for size in (64 << i for i in range(9)):
         instances = draw(1, size, 2 * size, seed=0)
         for name, recall in ALGORITHMS.items():
             cost = recall(instances)[1]
@@ -29,11 +29,10 @@ def work(longest: int) -> list[dict[str, object]]:
     return rows
 
 
-def circuits(most: int) -> list[dict[str, object]]:
-    """Returns rows of the size of circuits, up to recall of `most` triples, and of their BaseConv models."""
+def circuits() -> list[dict[str, object]]:
+    """Returns rows of the size of circuits, and of their BaseConv models."""
     named = [("Fourier transform", size, fourier_circuit(size)) for size in (4, 16, 64)]
-    named += [("recall", triples, recall_circuit(triples, (2 * triples - 1).bit_length()))
-              for triples in (2, 4, 8, 16) if triples <= most]  # fmt: skip
+    named += [("recall", n, recall_circuit(n, (2 * n - 1).bit_length())) for n in (2, 4, 8, 16)]
     rows = []
     for name, size, circuit in named:
         plan, model = planned(circuit), circuit_as_base_conv(circuit, 16)
@@ -43,13 +42,13 @@ def circuits(most: int) -> list[dict[str, object]]:
     return rows
 
 
-def index(rows: int) -> list[dict[str, object]]:
+def index() -> list[dict[str, object]]:
     """Returns rows of the accuracy of every memory against the bits of its state per stored bit."""
     found = []
     for memory in MEMORIES:
         for share in SHARES:
             stored = max(1, round(memory.state_bits / share))
-            told = accuracy(memory, stored, rows, seed=0)
+            told = accuracy(memory, stored, ROWS, seed=0)
             found.append({"memory": memory.label, "state_bits": memory.state_bits, "stored": stored,
                           "accuracy": round(told, 4), "bound": round(most_possible(min(1.0, share)), 4)})  # fmt: skip
     return found
@@ -58,11 +57,8 @@ def index(rows: int) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.theory", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the three CSV files")
-    parser.add_argument("--longest", type=int, default=1 << 14, help="triples of the longest row (default: 16,384)")
-    parser.add_argument("--rows", type=int, default=32, help="rows of every accuracy (default: 32)")
-    parser.add_argument("--most", type=int, default=16, help="triples of the largest circuit (default: 16)")
     args = parser.parse_args()
-    tables = (("work", work(args.longest)), ("index", index(args.rows)), ("circuits", circuits(args.most)))
+    tables = (("work", work()), ("index", index()), ("circuits", circuits()))
     for name, rows in tables:
         write_results(args.out / f"theory_{name}.csv", rows)
         for row in rows:

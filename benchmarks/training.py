@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.common.measure import csv_file, measured, read, write
+from benchmarks.common.measure import csv_file, known, measured, write
 from sympow.cli.options import positive
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
@@ -33,7 +33,7 @@ from sympow.recipes.scaling import CONFORMAL, PUBLISHED, UNGATED
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.config import OPTIMIZERS
 from sympow.training.optimizer import make_optimizer
-from sympow.training.ranks import Part, Ranks, join, launched, prepare
+from sympow.training.ranks import ALONE, Part, Ranks, join, launched, prepare
 from sympow.training.step import StepNumbers, autocast, make_pass, train_step
 from sympow.training.throughput import peak_flops, token_flops
 
@@ -107,7 +107,7 @@ def check_precision(shape: Shape, mixer: str, device: torch.device) -> float:
     """Returns the relative error of loss and gradient norm in bfloat16 against float32, at the start of the first
     row."""
     model = LanguageModel(preset(shape.preset, shape.vocabulary, MIXERS[mixer]), seed=0).to(device)
-    rows = shape.passes(0, Ranks())[0]
+    rows = shape.passes(0, ALONE)[0]
     tokens, targets = (x[:1, :CHECKED].contiguous().to(device) for x in (rows.tokens, rows.targets))
     numbers = []
     for precision in ("float32", "bf16"):
@@ -152,23 +152,35 @@ def timed_steps(launch: Callable[[int], StepNumbers], count: int) -> tuple[list[
     return seconds, numbers
 
 
-def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count: int) -> dict:
-    """Takes `count` steps. Returns loss and gradient norm of the first, seconds of each, the peak memory from the third
-    step on in bytes, and FLOPs per token."""
-    config = shape.config(mixer, mode, device.type, world_size())
-    ranks = join(config, device)
-    torch.compiler.reset()
+def launcher(
+    config: RunConfig, rows: Sequence[Sequence[Part]], device: torch.device, ranks: Ranks = ALONE
+) -> tuple[LanguageModel, float | None, Callable[[int], StepNumbers]]:
+    """Makes the model and the optimizer of a run.
+
+    Returns the model, its FLOPs per token, and a function that launches a step on the rows of its index. The peak of
+    memory is that from the third step on, because the first steps compile kernels and try them out.
+    """
     model = LanguageModel(config.model, seed=0).to(device)
-    flops = token_flops(model, shape.context)
+    flops = token_flops(model, config.training.context)
     prepare(model, config, ranks)
     optimizer = make_optimizer(model, config.training)
-    steps = [[make_pass(part, model, device) for part in shape.passes(step, ranks)] for step in range(count + 1)]
+    steps = [[make_pass(part, model, device) for part in parts] for parts in rows]
 
     def launch(step: int) -> StepNumbers:
         if device.type == "cuda" and step <= WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         return train_step(model, optimizer, steps[step], 1e-4, config.training, device, ranks)
 
+    return model, flops, launch
+
+
+def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count: int) -> dict:
+    """Takes `count` steps. Returns loss and gradient norm of the first, seconds of each, the peak memory from the third
+    step on in bytes, and FLOPs per token."""
+    config = shape.config(mixer, mode, device.type, world_size())
+    ranks = join(config, device)
+    torch.compiler.reset()
+    _, flops, launch = launcher(config, [shape.passes(step, ranks) for step in range(count + 1)], device, ranks)
     ranks.wait()
     with attention(mixer, device):
         seconds, numbers = timed_steps(launch, count)
@@ -258,8 +270,8 @@ def main() -> None:
     device = torch.device(args.device)
     with launched(device):
         main_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        rows = read(args.csv) if args.csv.exists() else []
-        rows = [row | {"optimizer": row.get("optimizer") or "adamw"} for row in rows]  # earlier rows do not name theirs
+        # Earlier rows do not name their optimizer.
+        rows = [row | {"optimizer": row.get("optimizer") or "adamw"} for row in known(args.csv)]
         runs = itertools.product(args.contexts, args.mixers, args.modes, args.optimizers)
         for context, mixer, mode, optimizer in runs:
             count = max(1, args.tokens // context)

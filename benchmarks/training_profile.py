@@ -16,11 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import csv_file, measured, write
-from benchmarks.training import MIXERS, Shape, attention
-from sympow.models import LanguageModel
-from sympow.training.optimizer import make_optimizer
-from sympow.training.ranks import Ranks, prepare
-from sympow.training.step import StepNumbers, make_pass, train_step
+from benchmarks.training import MIXERS, Shape, attention, launcher
+from sympow.training.ranks import ALONE
+from sympow.training.step import StepNumbers
 
 WARM_UP = 4  # steps before those that are recorded; the first compiles
 SHOWN = 40  # kernels that are printed
@@ -28,15 +26,11 @@ SHOWN = 40  # kernels that are printed
 
 def step_of(shape: Shape, mixer: str, device: torch.device) -> Callable[[], StepNumbers]:
     """Returns a function that launches a training step of the compiled model."""
-    config = shape.config(mixer, "compile", device.type, 1)
-    model = LanguageModel(config.model, seed=0).to(device)
-    prepare(model, config, Ranks())
-    optimizer = make_optimizer(model, config.training)
-    rows = [make_pass(part, model, device) for part in shape.passes(0, Ranks())]
+    _, _, launch = launcher(shape.config(mixer, "compile", device.type, 1), [shape.passes(0, ALONE)], device)
 
     def step() -> StepNumbers:
         with attention(mixer, device):
-            return train_step(model, optimizer, rows, 1e-4, config.training, device)
+            return launch(0)
 
     return step
 

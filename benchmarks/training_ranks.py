@@ -1,7 +1,9 @@
-"""Compares training on several ranks with training on one rank. The same run is done on one rank, on several ranks that
-share every row, and on one rank that continues from the middle of the latter. A run on one rank that computes its rows
-in two halves shows the effect of rounding alone. Rows are Markov chains (`benchmarks.common.chains`), or with --text
-pieces of Python's standard library in bytes.
+"""Compares training on several ranks with training on one rank.
+
+The same run is done on one rank ("one"), on several ranks that share every row ("several"), and on one rank that
+continues from the middle of "several" ("continued"). A run on one rank that computes its rows in two halves ("halves")
+shows the effect of rounding alone. Rows are Markov chains (`benchmarks.common.chains`), or with --text pieces of
+Python's standard library in bytes.
 
     python -m benchmarks.training_ranks --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
@@ -21,17 +23,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.chains import Chains, options
+from benchmarks.common.chains import DATA, Chains, options, run_config
 from benchmarks.common.measure import measured, write
 from benchmarks.training import world_size
-from sympow.data import Batches, ByteTokenizer, DataConfig, open_corpus
-from sympow.models import MixerConfig, preset
-from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, read_metrics, train
+from sympow.data import Batches, ByteTokenizer, open_corpus
+from sympow.training import ExecutionConfig, RunConfig, read_metrics, train
 from sympow.training.checkpoint import checkpoint_path, latest_step
 from sympow.training.ranks import launched
 
 ALLOWED = 1e-3  # of the loss, relative, at every step
-DATA = DataConfig(tokenizer="bytes", pack=False)  # with --text
 
 
 def batches(args: argparse.Namespace, rows: int) -> Chains | Batches:
@@ -41,24 +41,17 @@ def batches(args: argparse.Namespace, rows: int) -> Chains | Batches:
     return Chains(args.context, rows, args.vocabulary)
 
 
-def run_config(args: argparse.Namespace) -> RunConfig:
+def config_of(args: argparse.Namespace) -> RunConfig:
     """Returns the config of the run on one rank. It saves a checkpoint in the middle and at the end."""
-    return RunConfig(
-        name="ranks",
-        model=preset(args.preset, ByteTokenizer.vocab_size if args.text else args.vocabulary, MixerConfig("power")),
-        data=DATA,
-        training=TrainingConfig(
-            context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.warmup,
-            learning_rate=args.learning_rate, precision="bf16", log_every=1, checkpoint_every=args.steps // 2,
-            keep_checkpoints=2, device=args.device,
-        ),
-    )  # fmt: skip
+    vocabulary = ByteTokenizer.vocab_size if args.text else args.vocabulary
+    kept = {"log_every": 1, "checkpoint_every": args.steps // 2, "keep_checkpoints": 2}
+    return run_config(args, "ranks", vocabulary, warmup_steps=args.warmup, **kept)
 
 
 def train_missing(args: argparse.Namespace) -> None:
     """Trains missing runs: "several" on several ranks; on one rank "one", "halves" and, after "several",
     "continued"."""
-    config, whole = run_config(args), batches(args, args.rows)
+    config, whole = config_of(args), batches(args, args.rows)
     out, steps = args.out, args.steps
     if world_size() > 1:
         execution = ExecutionConfig(context_parallel=world_size())
@@ -121,7 +114,7 @@ def main() -> int:
             f"(step {row['worst_step']}); {row['allowed']:.0e} is allowed"
         )
     about = measured(args.device)
-    config = run_config(args)
+    config = config_of(args)
     settings = {"model": config.model.to_dict(), "training": config.training.to_dict(), "text": args.text}
     write(args.out / "ranks.csv", [row | settings | about for row in rows])
     return int(any(row["difference"] > row["allowed"] for row in rows))

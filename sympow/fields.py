@@ -52,6 +52,14 @@ def read_fields(cls: type, values: Any, kind: str) -> dict[str, Any]:
     return dict(values)
 
 
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raises TypeError for what is no integer, and ValueError for one below `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")
+
+
 def with_lists(value: Any) -> Any:
     """Returns `value` with lists for tuples, as JSON gives them back: a config equals itself after a round trip."""
     if isinstance(value, Mapping):

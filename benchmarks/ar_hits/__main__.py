@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmarks.ar_hits import exact, report, sources
 from benchmarks.ar_hits.work import CONTROLS, OTHERS, RATE, RECIPES, Job, Trainer, guess, kind
+from benchmarks.common.measure import known, refuses
 from benchmarks.tables import RESULTS, ROOT
 from sympow.data import load_tokenizer
 from sympow.recall import write_results
-from sympow.recall.results import read_rows
 from sympow.recipes.scaling import VOCAB_SIZE
 from sympow.sweeps import Estimates, run_jobs
 from sympow.training.step import resolve_device
@@ -33,13 +33,10 @@ EARLIER = {"learning_rate": RATE, "optimizer": "adamw", "changes": None}
 CONTEXT = 1023  # predictions in a row: windows of 1,024 tokens fill the documents
 
 
+@refuses
 def main() -> int:
     options = _parser().parse_args()
-    try:
-        return options.command(options)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,8 +184,7 @@ def read_results(folder: Path) -> tuple[dict[str, report.Tables], report.Tables]
 
 def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
     """Reads a table of a folder; no rows where it is not there. Earlier rows name no learning rate and no changes."""
-    file = folder / f"{name}.csv"
-    rows = read_rows(file, texts=("commit", "corpus")) if file.is_file() else []
+    rows = known(folder / f"{name}.csv")
     return [{**row, **{key: row.get(key, value) for key, value in EARLIER.items()}} for row in rows]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.ar_hits import brute_force
-from benchmarks.common.measure import commit, processor
+from benchmarks.common.measure import measured
 from sympow.data import TokenCorpus
 from sympow.data.zarr_corpus import ZarrCorpus
 from sympow.evaluation import HitLosses, choose_rows, count_bigrams, hit_losses
@@ -73,8 +73,7 @@ def compare(train: Any, held_out: Any, vocab_size: int, tokens: int, context: in
         "slices_less_whole_nats": abs(whole - found.slice("all").loss),
         "seconds": round(ours, 2),
         "brute_force_seconds": round(theirs, 2),
-        "processor": processor("cpu"),
-        "commit": commit(),
+        **measured("cpu"),
     }
 
 
@@ -94,8 +93,7 @@ def clock(train: Any, held_out: Any, vocab_size: int, context: int) -> dict[str,
         "hits": found.slice("hits").tokens,
         "seconds": round(seconds, 2),
         "counting_seconds": round(counted, 2),
-        "processor": processor("cpu"),
-        "commit": commit(),
+        **measured("cpu"),
     }
 
 

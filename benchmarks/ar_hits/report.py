@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.context_scaling.paired import interval
+from benchmarks.common.intervals import interval
 from benchmarks.pages.prose import filled, table
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
 from sympow.evaluation.plot import COLOURS, curve_style, panels, set_grid, shared_legend
@@ -20,7 +20,8 @@ Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
 BASES = ("attention", "control_attention")
-LEAST_RECALL, MOST_RECALL = "base_conv", "softmax_gate"  # the ends of a gap on AR hits; or BASES[0] without the latter
+# Their losses on AR hits are the ends of a gap. Without runs of the second one, BASES[0] is that end.
+LEAST_RECALL, MOST_RECALL = "base_conv", "softmax_gate"
 LABELS = {
     "attention": "softmax attention",
     "softmax_gate": "softmax attention, gate",

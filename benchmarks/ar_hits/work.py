@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common.measure import commit, processor
-from benchmarks.context_scaling.data import Documents, read_data
+from benchmarks.common.measure import measured
+from benchmarks.context_scaling.data import Documents, name_of, read_data
 from benchmarks.context_scaling.work import choose_gpu, fast_attention, not_compiled
 from sympow.data import Batches
 from sympow.evaluation import BigramCounts, HitLosses, count_bigrams, hit_losses
@@ -83,9 +83,7 @@ class Trainer:
         choose_gpu(self.device, worker)
         documents = read_data(self._config(Job(RECIPES[0], 0, RATE)).data, self.rows)
         counts = count_bigrams(documents.train, documents.train.vocab_size)
-        about = {"counted_tokens": counts.tokens, "processor": processor(self.device), "torch": torch.__version__,
-                 "commit": commit(),
-                 "corpus": f"{len(documents.train)} rows, {documents.train.fingerprint[:12]}"}  # fmt: skip
+        about = {"counted_tokens": counts.tokens, **measured(self.device), "corpus": name_of(documents.train)}
         return lambda job: self._record(job, documents, counts, about)
 
     def _config(self, job: Job) -> RunConfig:

@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, preset
+from sympow.training import RunConfig, TrainingConfig
 from sympow.training.ranks import Part
+
+DATA = DataConfig(tokenizer="bytes", pack=False)  # of a run whose batches are given
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,13 @@ class Chains:
     def check_state(self, state: dict[str, Any]) -> None:
         if state != self.state():
             raise ValueError(f"the run was made on other chains: {state}, not {self.state()}")
+
+
+def run_config(args: argparse.Namespace, name: str, vocabulary: int, **training: Any) -> RunConfig:
+    """Returns the config of a run of power attention, by `options` and further fields of its training."""
+    settings = TrainingConfig(context=args.context, batch_size=args.rows, steps=args.steps, device=args.device,
+                              learning_rate=args.learning_rate, precision="bf16", **training)  # fmt: skip
+    return RunConfig(name, preset(args.preset, vocabulary, MixerConfig("power")), DATA, settings)
 
 
 def options(module: str, doc: str, *, rows: int, steps: int, learning_rate: float) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Measures time and memory. All benchmarks use these functions and options.
+"""Measures time and memory, and keeps rows of results. All benchmarks use these functions and options.
 
 Functions import what they need of `sympow`, so that `benchmarks.compare` can time versions that do not have it.
 """
@@ -11,9 +11,10 @@ import json
 import random
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,12 @@ def _status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
+def synchronize(device: str) -> None:
+    """Waits until a GPU has done its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def commit() -> str:
     """Returns the commit that is measured; with a + if files differ from it."""
 
@@ -164,6 +171,20 @@ def options(module: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def refuses(main: Callable[[], int | None]) -> Callable[[], int]:
+    """Makes a command print an error in one line and return 2, for an input or a place that it cannot use."""
+
+    @wraps(main)
+    def call() -> int:
+        try:
+            return main() or 0
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return call
+
+
 def csv_file(name: str, columns: Sequence[str] = ("processor", "commit")) -> Path:
     """Returns the path of a file for rows, as a type of argparse, which refuses it before anything is timed.
 
@@ -196,6 +217,21 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from sympow.recall.results import write_results
 
     write_results(path, [{name: _cell(name, value) for name, value in row.items()} for row in rows])
+
+
+def keep(path: Path, rows: Iterable[Mapping[str, Any]], shown: Callable[[Any], str] = str) -> list[dict[str, Any]]:
+    """Writes and prints every row when it comes, so that a command that is stopped keeps what it has; returns all."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        kept.append(dict(row))
+        write(path, kept)
+        print(shown(row), flush=True)
+    return kept
+
+
+def known(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file; none where there is no file."""
+    return read(path) if path.is_file() else []
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ import itertools
 import sys
 
 from benchmarks.bigram import not_learned
-from benchmarks.common.measure import csv_file, measured
+from benchmarks.common.measure import csv_file, known, measured, refuses
 from benchmarks.context_scaling import speed, tables
-from benchmarks.context_scaling.found import Found, read_table
+from benchmarks.context_scaling.found import Found
 from benchmarks.context_scaling.grid import SCALES
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.tables import RESULTS
@@ -23,14 +23,10 @@ from sympow.training.step import resolve_device
 COMMITTED = RESULTS / "context_scaling"
 
 
-def main() -> int:
+@refuses
+def main() -> None:
     options = _parser().parse_args()
-    try:
-        options.command(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options.command(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,9 +64,9 @@ def _speed(options: argparse.Namespace) -> None:
     chosen = itertools.product(
         options.variants.split(","), map(int, options.contexts.split(",")), options.modes.split(",")
     )
-    rows = read_table(options.csv)
-    known = {tuple(row[name] for name in speed.KEY) for row in rows}
-    left = [case for case in itertools.starmap(speed.Case, chosen) if tuple(vars(case).values()) not in known]
+    rows = known(options.csv)
+    done = {tuple(row[name] for name in speed.KEY) for row in rows}
+    left = [case for case in itertools.starmap(speed.Case, chosen) if tuple(vars(case).values()) not in done]
     print(f"{len(left)} cases to time", flush=True)
     device = resolve_device(options.device).type
     for case in left:

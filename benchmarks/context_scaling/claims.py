@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from benchmarks.common.intervals import Interval, interval
 from benchmarks.context_scaling.found import Found, pick
 from benchmarks.context_scaling.grid import DOCUMENT, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import label
-from benchmarks.context_scaling.paired import Interval, interval
 
 LEAST = 3  # the least number of pairs, or of runs where none are compared, for a verdict
 HOLDS, FAILS, OPEN, ONE, UNTAUGHT = "holds", "does not hold", "open", "one run", "not learned"

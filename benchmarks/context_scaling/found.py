@@ -11,23 +11,18 @@ from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.intervals import Interval, interval
+from benchmarks.common.measure import known
 from benchmarks.context_scaling.grid import Run
-from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import RATE_STUDIES, STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE
-from sympow.recall.results import read_rows
 
 Row = dict[str, Any]
 Sample = tuple[str, int]  # a version of the corpus, and the seed of the weights and of the order of the data
 
 RUNS, POSITIONS = "runs.csv", "positions.csv"
 KEY = tuple(each.name for each in fields(Run))
-
-
-def read_table(file: Path) -> list[Row]:
-    """Returns the rows of a table; none where there is no file."""
-    return read_rows(file, texts=("commit", "code", "corpus")) if file.is_file() else []
 
 
 def run_of(row: Row) -> Run:
@@ -46,14 +41,14 @@ class Found:
 
     def __init__(self, folder: Path):
         self._rows: dict[Run, dict[Sample, Row]] = {}
-        for row in sorted(read_table(folder / RUNS), key=lambda row: (row["corpus"], row["seed"])):
+        for row in sorted(known(folder / RUNS), key=lambda row: (row["corpus"], row["seed"])):
             if row["status"] == DONE:
                 run = run_of(row)
                 self._rows.setdefault(replace(run, seed=0), {})[row["corpus"], run.seed] = row
         self._positions: dict[tuple[str, str], list[Row]] = {}
-        for row in read_table(folder / POSITIONS):
+        for row in known(folder / POSITIONS):
             self._positions.setdefault((row["run"], row["corpus"]), []).append(row)
-        self._times = {(row["variant"], row["context"], row["mode"]): row for row in read_table(folder / SPEED)}
+        self._times = {(row["variant"], row["context"], row["mode"]): row for row in known(folder / SPEED)}
 
     def rows(self, run: Run) -> Mapping[Sample, Row]:
         """Returns the row of every sample of a run, whatever its own seed, sorted by sample."""

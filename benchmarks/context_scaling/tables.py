@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.common.intervals import Interval
 from benchmarks.context_scaling.claims import LEAST, claims, judged
 from benchmarks.context_scaling.found import Found, baseline_of, runs_of
 from benchmarks.context_scaling.grid import SETTING, Run, setting_of
 from benchmarks.context_scaling.labels import label, setting
-from benchmarks.context_scaling.paired import Interval
 from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.pages.prose import table
 

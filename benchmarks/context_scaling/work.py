@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.common.code_hash import PARTS, code_hash
-from benchmarks.common.measure import commit, processor
+from benchmarks.common.measure import measured
 from benchmarks.context_scaling.data import Documents, name_of, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.measures import by_position, contexts_of, gain, measure, some_of
@@ -51,9 +50,7 @@ class Trainer:
         choose_gpu(self.device, worker)
         documents = read_documents(SCALES[self.scale], self.corpus)
         counts = count_bigrams(documents.train, documents.train.vocab_size) if self.measures else None
-        about = {"compiled": self.compiled, "processor": processor(self.device), "torch": torch.__version__,
-                 "commit": commit(), "code": code_hash(PARTS[self.device]),
-                 "corpus": name_of(documents.train)}  # fmt: skip
+        about = {"compiled": self.compiled, **measured(self.device), "corpus": name_of(documents.train)}
         return lambda run: self._record(run, documents, counts, about)
 
     def _record(

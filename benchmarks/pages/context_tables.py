@@ -9,10 +9,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.bigram import not_learned
-from benchmarks.common.measure import read
-from benchmarks.context_scaling.found import Found, read_table
+from benchmarks.common.intervals import interval
+from benchmarks.common.measure import known, read
+from benchmarks.context_scaling.found import Found
 from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
-from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
@@ -46,19 +46,18 @@ class Evidence:
     """Holds the rows that the table and the figure are of, by model.
 
     Args:
-        results: the folder of all results.
-        corpus: the rows of which version; None: that of most runs.
+        results: the folder of all results. Of the versions of the corpus, that of most runs counts.
     """
 
-    def __init__(self, results: Path, corpus: str | None = None):
-        rows = [row for row in read_table(results / "learning.csv")
+    def __init__(self, results: Path):
+        rows = [row for row in known(results / "learning.csv")
                 if row["status"] == "done" and row["optimizer"] == "muon" and row["size"] is None]  # fmt: skip
         names = [row["corpus"] for row in rows]
-        corpus = corpus or max(names, key=names.count, default="")
+        corpus = max(names, key=names.count, default="")
         rows = [row for row in rows if row["corpus"] == corpus and row["variant"] in MODELS]
         self._rows = rows
         self._positions = {(row["run"], row["evaluated_context"]): row["held_out_loss"]
-                           for row in read_table(results / "learning_positions.csv")
+                           for row in known(results / "learning_positions.csv")
                            if row["corpus"] == corpus and row["documents"] == 16}  # fmt: skip
         self._found = Found(results / "context_scaling")
         self._steps = read(results / "decoding_h200.csv")
@@ -304,15 +303,11 @@ FOLDER = "context_scaling"
 FIGURES = {"context-scaling/choice.png": draw, "learning/trend.png": draw_trend}  # in the folders of the pages
 
 
-def _claims(results: Path) -> str:
-    return claims_table(Found(results / FOLDER), not_learned())
-
-
 # By their names; each gets the folder of results.
 TABLES: dict[str, Callable[[Path], str]] = {
     f"{FOLDER}/choice": lambda results: choice_table(Evidence(results)),
     f"{FOLDER}/short": lambda results: short_table(Evidence(results)),
-    f"{FOLDER}/claims": _claims,
+    f"{FOLDER}/claims": lambda results: claims_table(Found(results / FOLDER), not_learned()),
     f"{FOLDER}/studies": lambda results: studies_table(Found(results / FOLDER)),
     "learning_context.csv": use_table,
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sympow.cli.options import AddCommand, add_number, add_path, natural, positive
+from sympow.cli.options import AddCommand, add_number, add_path, natural
 
 _CORPUS = """Makes a corpus of texts of your own in the layout of LongCrawl64. A document is a file, a folder, or a row
 of a JSON lines, Parquet or Arrow file. Files may be compressed (.gz, .zst). Documents are cut into rows, and 5% of them
@@ -19,9 +19,8 @@ cut into rows; whole subtrees are held out. The source is Debian's package linux
 apt-get fetches, or the path of --source. The same command continues interrupted work, and does not change a finished
 corpus."""
 
-_ROW_TOKENS = (
-    "Cut documents into rows of N tokens. Small directories are joined until a document fills a row (default: 65,536)."
-)
+_JOINED = ". Small directories are joined until a document fills a row (default: 65,536)."
+_TOKENIZER = "Use this tokenizer.json, or that in this folder."
 
 _DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64. A document is a directory of a manual,
 cut into rows; whole packages are held out. The source is documentation packages of Debian, which
@@ -39,30 +38,15 @@ def add(command: AddCommand) -> None:
     own = command("corpus", "Make a corpus of long documents from texts of your own.", _CORPUS)
     add_path(own, "texts", "TEXTS", "Read the texts in this file or folder.")
     add_path(own, "--out", "DIR", "Write the corpus into this folder.", required=True)
-    own.add_argument(
-        "--group",
-        choices=("file", "folder"),
-        default="file",
-        help="Make a document of every file, or of the files directly in a folder (default: file).",
-    )
-    own.add_argument(
-        "--suffixes",
-        metavar="LIST",
-        help="Read files with these endings only, such as .py,.md (default: every text file).",
-    )
-    own.add_argument(
-        "--text-field",
-        metavar="NAME",
-        default="text",
-        help="Read this field of JSON lines, Parquet and Arrow files (default: text).",
-    )
-    words = own.add_mutually_exclusive_group()
-    add_number(words, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
-    add_path(words, "--tokenizer", "FOLDER", "Use this tokenizer.json, or that in this folder.")
-    add_number(own, "--row-tokens",
-               "Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).")  # fmt: skip
-    add_path(own, "--plot", "FILE", "Draw the lengths of documents into this image.")
-    own.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    own.add_argument("--group", choices=("file", "folder"), default="file",
+                     help="Make a document of every file, or of the files directly in a folder "
+                          "(default: file).")  # fmt: skip
+    own.add_argument("--suffixes", metavar="LIST",
+                     help="Read files with these endings only, such as .py,.md "
+                          "(default: every text file).")  # fmt: skip
+    own.add_argument("--text-field", metavar="NAME", default="text",
+                     help="Read this field of JSON lines, Parquet and Arrow files (default: text).")  # fmt: skip
+    _add_rows_and_words(own, "; shorter documents are left out (default: 65,536).", _TOKENIZER)
     own.set_defaults(execute=run_corpus)
 
     corpus = command("kernel-corpus", "Make a corpus of long documents from the Linux source.", _KERNEL_CORPUS)
@@ -70,27 +54,19 @@ def add(command: AddCommand) -> None:
     add_path(corpus, "--source", "PATH",
              "Read the kernel's source from this Debian package, tar archive or folder (default: the package is "
              "fetched).")  # fmt: skip
-    add_number(corpus, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
-    corpus.add_argument("--row-tokens", metavar="N", type=positive, help=_ROW_TOKENS)
-    add_path(corpus, "--plot", "FILE", "Draw the lengths of documents into this image.")
-    corpus.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    _add_rows_and_words(corpus, _JOINED)
     corpus.set_defaults(execute=run_kernel_corpus)
 
     docs = command("doc-corpus", "Make a corpus of long prose from manuals.", _DOC_CORPUS)
     add_path(docs, "--out", "DIR", "Write the corpus into this folder.", required=True)
     add_path(docs, "--source", "DIR", "Read the Debian packages (*.deb) in this folder (default: they are fetched).")
-    words = docs.add_mutually_exclusive_group()
-    add_number(words, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
-    add_path(words, "--tokenizer", "FOLDER", "Use this tokenizer.json, or that in this folder, such as a teacher's.")
-    docs.add_argument("--row-tokens", metavar="N", type=positive, help=_ROW_TOKENS)
-    add_path(docs, "--plot", "FILE", "Draw the lengths of documents into this image.")
-    docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+    _add_rows_and_words(docs, _JOINED, f"{_TOKENIZER[:-1]}, such as a teacher's.")
     docs.set_defaults(execute=run_doc_corpus)
 
     needles = command("needle-corpus", "Make a corpus that trains recall.", _NEEDLE_CORPUS)
     add_path(needles, "texts", "TEXTS", "Take the prose from this file or folder.")
     add_path(needles, "--tokenizer", "FOLDER",
-             "Use this tokenizer.json, or that in this folder, such as a teacher's.", required=True)  # fmt: skip
+             f"{_TOKENIZER[:-1]}, such as a teacher's.", required=True)  # fmt: skip
     add_path(needles, "--out", "DIR", "Write the corpus into this folder.", required=True)
     add_number(needles, "--rows", "Make N rows for training, and a twentieth as many that are held out.", 1000)
     add_number(needles, "--row-tokens", "Make rows of N tokens, as many as the training's context.", 16384)
@@ -98,6 +74,17 @@ def add(command: AddCommand) -> None:
     add_number(needles, "--seed", "Draw statements and places from this seed.", 0, type=natural)
     needles.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
     needles.set_defaults(execute=run_needle_corpus)
+
+
+def _add_rows_and_words(parser: argparse.ArgumentParser, short: str, tokenizer: str | None = None) -> None:
+    """Adds the options that three commands share; `short` ends the sentence on the rows."""
+    words = parser.add_mutually_exclusive_group()
+    add_number(words, "--vocab-size", "Train a BPE of N tokens (default: 16,384).")
+    if tokenizer is not None:
+        add_path(words, "--tokenizer", "FOLDER", tokenizer)
+    add_number(parser, "--row-tokens", f"Cut documents into rows of N tokens{short}")
+    add_path(parser, "--plot", "FILE", "Draw the lengths of documents into this image.")
+    parser.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 
 
 def run_corpus(options: argparse.Namespace) -> None:

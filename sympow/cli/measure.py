@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from sympow.evaluation import Curve
-    from sympow.evaluation.needles import NeedleRow, Tokenizer
-    from sympow.evaluation.passkey import Continue, PasskeyRow
+    from sympow.evaluation.needles import NeedleRow
+    from sympow.evaluation.passkey import Continue, PasskeyRow, Tokenizer
     from sympow.training import Run
 
 Row = TypeVar("Row")

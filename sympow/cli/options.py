@@ -88,7 +88,7 @@ class ListRecipes(argparse.Action):
     """Prints the recipes of a command and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Does so."""
+        """Prints the list, and ends the program."""
         sys.stdout.write(_recipe_list(parser.get_default("recipes")).lstrip())
         parser.exit()
 

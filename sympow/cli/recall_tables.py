@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,9 @@ class MeasuredHits:
         models = {label: each.model for label, each in self.models.items()}
         spaced = range(0, len(self.rows), max(1, len(self.rows) // count))[:count]
         context, frequent = self._first.context, self._first.frequent
-        text = _text_of(tokenizer)
-        return [example(models, self.held_out, self.counts, self.rows[i], context, frequent, text) for i in spaced]
+        texts = [piece.decode("utf-8", errors="replace") for piece in tokenizer.token_bytes]
+        how = context, frequent, texts.__getitem__
+        return [example(models, self.held_out, self.counts, self.rows[i], *how) for i in spaced]
 
     def text(self) -> str:
         """Returns the tables that the command prints."""
@@ -209,11 +210,6 @@ def _checked_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise ValueError("examples need the text of tokens: the data have no tokenizer, --data tokenizer=... names one")
     return tokenizer
-
-
-def _text_of(tokenizer: Tokenizer) -> Callable[[int], str]:
-    pieces = tokenizer.token_bytes
-    return lambda token: pieces[token].decode("utf-8", errors="replace")
 
 
 def _loss(loss: float) -> str:

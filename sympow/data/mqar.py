@@ -45,6 +45,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from sympow.data.batches import IGNORED
+from sympow.fields import check_integer
 
 KINDS = ("mqar", "forgetting", "compositional")
 FILLERS = ("zero", "random")
@@ -92,11 +93,7 @@ class RecallTask:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
         for name, least in (("length", 2), ("pairs", 1), ("vocab_size", 2), ("updates", 0), ("min_distance", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer; got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}; got {value}")
+            check_integer(name, getattr(self, name), least)
         if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
             raise ValueError(f"alpha must be a finite number; got {self.alpha!r}")
         if self.length % 2:

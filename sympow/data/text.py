@@ -70,13 +70,6 @@ class Texts:
         return lines
 
 
-def text_documents(
-    path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = (), text_field: str = "text"
-) -> list[Document]:
-    """Returns the documents of `find_texts`."""
-    return find_texts(path, group, suffixes, text_field).documents
-
-
 def find_texts(
     path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = (), text_field: str = "text"
 ) -> Texts:

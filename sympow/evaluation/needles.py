@@ -18,12 +18,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from sympow.evaluation.passkey import BATCH_TOKENS, DEPTHS, FILLER, Continue, write_table
+from sympow.evaluation.passkey import BATCH_TOKENS, DEPTHS, FILLER, Continue, Tokenizer, write_table
 from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 
@@ -70,18 +70,6 @@ CHAIN = ChainForm(
     "{name} stands for the same as {before}. ",
     "Which names stand for {value}? The names that stand for {value} are",
 )
-
-
-class Tokenizer(Protocol):
-    """Turns text into tokens and back. The evaluation needs no more of a tokenizer."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of a text, integers, 1-D."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens."""
-        ...
 
 
 class NeedleRow(NamedTuple):

@@ -35,11 +35,15 @@ Continue = Callable[[Tensor, int], Tensor]
 """Continues texts, int64 [B, T], with the likeliest token n times; returns int64 [B, n]."""
 
 
-class Words(Protocol):
-    """Encodes text as tokens. The evaluation needs no more of a tokenizer."""
+class Tokenizer(Protocol):
+    """Turns text into tokens and back. The evaluations of recall need no more of a tokenizer."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of a text, integers, 1-D."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens."""
         ...
 
 
@@ -62,7 +66,7 @@ class PasskeyRow(NamedTuple):
 def passkey_recall(
     name: str,
     continues: Continue,
-    tokenizer: Words,
+    tokenizer: Tokenizer,
     contexts: Sequence[int],
     *,
     depths: Sequence[float] = DEPTHS,
@@ -101,8 +105,11 @@ def passkey_recall(
         with Progress(f"passkeys, {name}", "text", total=len(contexts) * len(depths) * texts, quiet=quiet) as progress:
             for context, depth in product(contexts, depths):
                 right = []
-                for keys in _batches(_keys(texts, seed), max(1, BATCH_TOKENS // context)):
-                    right += [_right(continues, *group) for group in _grouped(tokenizer, keys, context, depth)]
+                drawn, size = _keys(texts, seed), max(1, BATCH_TOKENS // context)
+                for keys in (drawn[start : start + size] for start in range(0, texts, size)):
+                    for prompts, answers in _grouped(tokenizer, keys, context, depth):
+                        made = continues(prompts, answers.shape[1]).cpu()
+                        right.append((made == answers).double().mean(1).numpy())  # the share of right tokens [B]
                     progress.advance(len(keys))
                 hits = np.concatenate(right)
                 shares = float((hits == 1).mean()), float(hits.mean())
@@ -111,7 +118,7 @@ def passkey_recall(
     return measured()
 
 
-def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
+def passkey_text(tokenizer: Tokenizer, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
     """Makes a text up to its answer, and the answer: tokens, int64 1-D, of `context` together.
 
     Raises ValueError if the number and the question do not fit.
@@ -209,11 +216,7 @@ def _keys(count: int, seed: int) -> list[str]:
     return [str(key) for key in drawn]
 
 
-def _batches(keys: Sequence[str], size: int) -> Iterable[Sequence[str]]:
-    return (keys[start : start + size] for start in range(0, len(keys), size))
-
-
-def _grouped(tokenizer: Words, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
+def _grouped(tokenizer: Tokenizer, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
     """Returns texts and answers as batches. The rows of a batch have the same length, also of their answers."""
     groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for key in keys:
@@ -222,9 +225,3 @@ def _grouped(tokenizer: Words, keys: Sequence[str], context: int, depth: float) 
     for pairs in groups.values():
         texts, answers = (torch.from_numpy(np.stack(each)) for each in zip(*pairs, strict=True))
         yield texts, answers
-
-
-def _right(continues: Continue, texts: Tensor, answers: Tensor) -> np.ndarray:
-    """Returns the share of each answer's tokens that the model names: float64 [B]."""
-    made = continues(texts, answers.shape[1]).cpu()
-    return (made == answers).double().mean(1).numpy()

@@ -14,9 +14,7 @@ MARKERS = "osD^vPX"
 FIRST_CONTEXT = 16  # shorter contexts are left out of the image: their losses are high and would flatten the rest
 
 
-def plot_context_losses(
-    curves: Sequence[Curve], path: str | os.PathLike[str], title: str = "Loss by context length"
-) -> None:
+def plot_context_losses(curves: Sequence[Curve], path: str | os.PathLike[str]) -> None:
     """Draws the curves into an image, whose format follows from the suffix of `path` (.png, .svg, .pdf).
 
     A point is the mean loss of a bin, at the geometric middle of its context lengths; the band is one standard
@@ -65,7 +63,7 @@ def plot_context_losses(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tokens(x)))
     axes.set_xlabel("context length (tokens)")
     axes.set_ylabel("held-out loss (nats a token)")
-    axes.set_title(title)
+    axes.set_title("Loss by context length")
     set_grid([axes])
     axes.legend(fontsize=9)
     figure.savefig(path)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from sympow.data.mqar import RecallTask
-from sympow.fields import unknown
+from sympow.fields import check_integer, unknown
 from sympow.files import check_file_name
 from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.ops.memory import check_memory
-from sympow.recall.own_task import OwnTask, check_integer
+from sympow.recall.own_task import OwnTask
 from sympow.training.config import PRECISIONS, check_optimizer
 from sympow.training.overrides import override
 

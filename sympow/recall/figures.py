@@ -20,7 +20,7 @@ PANEL = (4, 3.4)  # inches
 TITLE = 40  # characters of a line of a title, which is as wide as a panel
 
 
-def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
+def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str]) -> list[Path]:
     """Draws every figure for which the rows have data into `folder`. Returns the paths of the files.
 
     The figures are:
@@ -51,7 +51,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
     written = []
     for name, figure in figures.items():
         if figure is not None:
-            written.append(Path(folder) / f"{name}{suffix}")
+            written.append(Path(folder) / f"{name}.png")
             figure.savefig(written[-1])
     return written
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from sympow.data.batches import IGNORED
 from sympow.data.mqar import RecallExamples
+from sympow.fields import check_integer
 from sympow.layers.registry import imported, is_import_path
 
 
@@ -78,11 +79,3 @@ class OwnTask:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"the task {self.function!r} must return {what}")
-
-
-def check_integer(name: str, value: object, least: int) -> None:
-    """Raises TypeError for what is no integer, and ValueError for one below `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer; got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")

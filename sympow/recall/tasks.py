@@ -23,7 +23,7 @@ import numpy as np
 
 from sympow.data.batches import IGNORED
 from sympow.data.mqar import draw_distinct
-from sympow.recall.own_task import check_integer
+from sympow.fields import check_integer
 
 END = 2  # the token that follows the bits
 

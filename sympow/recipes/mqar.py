@@ -349,11 +349,12 @@ def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:
     return grid(base, learning_rates=(2e-3, 6e-3), architectures=models)
 
 
-def _of_state(kib: int, width: int = 128) -> list[Architecture]:
+def _of_state(kib: int) -> list[Architecture]:
     """Returns models of two layers with `kib` KiB of state in float32, besides that of the mixers' own convolutions.
 
     The value width or the window is chosen to reach this size.
     """
+    width = 128
     room = kib * 128 - 3 * width  # elements of a layer, without those of its short convolution
     models = [
         _behind("window", "window", window=room // (2 * width), rotation="none"),

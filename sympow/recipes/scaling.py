@@ -3,8 +3,8 @@
 The recipes need the paths of the documents: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two
 arrays in the layout of LongCrawl64 with 16,384 different tokens. A step has 65,536 tokens at every context, so
 training.context=N needs training.batch_size=65536/N. All variants have the optimizer and the rate that were best for
-gated softmax attention, power attention and the delta rule (docs/results/learning.md). `python -m
-benchmarks.context_scaling run` runs the whole grid.
+gated softmax attention, power attention and the delta rule (docs/results/learning.md). `python -m benchmarks.learning
+run --studies` runs the studies, with AdamW.
 
 Variants have the body llama, except those of RWKV-7's body. "The block" means a short convolution before the mixer, a
 norm of every head's output, a gate on it, and a rotation of a quarter of the channels. Variants have the block unless

@@ -324,12 +324,10 @@ def _check_archive(path: Path) -> None:
 
 def _instead(path: Path) -> str:
     """Returns the part of an error message that names an older checkpoint to continue from."""
-    older = [other for other in _in_folder(path.parent) if _step(other) < _step(path) and _is_whole(other)]
+    # A folder has its name only while it is whole.
+    whole = [other for other in _in_folder(path.parent) if other.is_dir() or zipfile.is_zipfile(other)]
+    older = [other for other in whole if _step(other) < _step(path)]
     return f"; remove it to continue from {older[-1]}" if older else ""
-
-
-def _is_whole(path: Path) -> bool:
-    return path.is_dir() or zipfile.is_zipfile(path)  # a folder has its name only while it is whole
 
 
 def _in_folder(folder: Path) -> list[Path]:

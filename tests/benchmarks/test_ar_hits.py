@@ -13,6 +13,7 @@ import zarr
 
 from benchmarks.ar_hits import __main__ as program
 from benchmarks.ar_hits import report, sources, work
+from benchmarks.common import measure
 from sympow.data import ByteTokenizer
 from sympow.evaluation.ar_hits import PARTS
 from sympow.recall.results import read_rows
@@ -39,7 +40,7 @@ def small(monkeypatch):
     more = ("training.context=128", "training.precision=float32")
     monkeypatch.setattr(work, "TOY", (*work.TOY, *more))
     monkeypatch.setattr(program, "run_jobs", partial(run_jobs, executor=None))
-    monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
+    monkeypatch.setattr(measure, "commit", lambda: "123456789012")  # git takes longer than a run
 
 
 def call(monkeypatch, *words):

@@ -12,6 +12,7 @@ import pytest
 import zarr
 
 from benchmarks import bigram, subset
+from benchmarks.common import measure
 from benchmarks.common.measure import read
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import cost, speed, work
@@ -84,7 +85,7 @@ def test_the_reshape_control_cuts_the_same_rows_in_all_steps(corpus):
 
 
 def test_a_run_is_trained_and_measured(corpus, monkeypatch):
-    monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
+    monkeypatch.setattr(measure, "commit", lambda: "123456789012")  # git takes longer than a run
     long, short = records(corpus, [Run("power", DOCUMENT), Run("power", 4096)])
     row, positions = long["row"], long["positions"]
     assert (row["variant"], row["context"], row["status"], row["steps"]) == ("power", DOCUMENT, "done", 2)

@@ -8,14 +8,15 @@ from statistics import fmean
 import pytest
 
 from benchmarks.bigram import not_learned
+from benchmarks.common.intervals import interval
+from benchmarks.common.measure import known
 from benchmarks.common.measure import write as write_rows
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import tables
 from benchmarks.context_scaling.claims import claims, judged
-from benchmarks.context_scaling.found import Found, pick, read_table, runs_of
+from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import LABELS
-from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.learning import COLUMNS, LearningRun
 from benchmarks.pages import context_tables
@@ -224,7 +225,7 @@ def test_sentences_of_the_page_follow_from_the_rows():
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"({window:.3f} against {delta:.3f} nats, one run each)" in TEXT and window > delta
     name = 'heads_delta+options={"offset":0.09}'
-    offset = [row["held_out_loss"] for row in read_table(RESULTS / "learning.csv")
+    offset = [row["held_out_loss"] for row in known(RESULTS / "learning.csv")
               if (row["variant"], row["tokens"]) == (name, LONG)]  # fmt: skip
     both = fmean(offset)
     words = f"{loss('heads_delta', LONG):.3f} nats then (one run), {both:.3f} with offset (three)"

@@ -10,8 +10,8 @@ import pytest
 import zarr
 
 from benchmarks import learning
+from benchmarks.common import measure
 from benchmarks.common.measure import read
-from benchmarks.context_scaling import work
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES
 from benchmarks.pages import learning_tables
 from benchmarks.tables import ROOT
@@ -54,7 +54,7 @@ def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
 
 def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(learning, "run_jobs", partial(run_jobs, executor=None))
-    monkeypatch.setattr(work, "commit", lambda: "123456789012")
+    monkeypatch.setattr(measure, "commit", lambda: "123456789012")
     monkeypatch.setattr(learning, "TABLE", tmp_path / "committed" / "learning.csv")
     monkeypatch.setattr(learning, "POSITIONS", tmp_path / "committed" / "learning_positions.csv")
     monkeypatch.setattr(learning, "USE", tmp_path / "committed" / "learning_context.csv")

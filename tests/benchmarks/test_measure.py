@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.common.measure import measured, milliseconds, options, processor, read, write
+from benchmarks.common.measure import keep, known, measured, milliseconds, options, processor, read, refuses, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 
@@ -111,3 +111,25 @@ def test_committed_results_are_rows_in_csv():
     files = [path for path in RESULTS.rglob("*") if path.suffix in (".csv", ".json")]
     assert [path.name for path in files if path.suffix == ".json"] == ["doc_corpus.json"]
     assert all(read(path) for path in files if path.suffix == ".csv")
+
+
+def test_rows_are_kept_when_they_come(tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+
+    def rows():
+        yield {"a": 1}
+        assert known(file) == [{"a": 1}]
+        yield {"a": 2}
+
+    assert known(file) == []
+    assert keep(file, rows(), lambda row: f"a is {row['a']}") == known(file) == [{"a": 1}, {"a": 2}]
+    assert capsys.readouterr().out == "a is 1\na is 2\n"
+
+
+def test_an_input_that_cannot_be_used_is_one_line(capsys):
+    @refuses
+    def main():
+        raise FileNotFoundError("no corpus at x")
+
+    assert main() == 2 and capsys.readouterr().err == "error: no corpus at x\n"
+    assert refuses(lambda: None)() == 0 and refuses(lambda: 1)() == 1

@@ -11,9 +11,9 @@ from sympow.data import BPETokenizer, ByteTokenizer
 from sympow.data import text as text_module
 from sympow.data.text import (
     cut_document,
+    find_texts,
     measure_documents,
     stdlib_documents,
-    text_documents,
     tokenize_documents,
     train_bpe,
 )
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 
 def test_a_document_for_each_text_file(folder):
-    assert read(text_documents(folder)) == {
+    assert read(find_texts(folder).documents) == {
         "a/deep/x.txt": "x\n",
         "a/latin.txt": "caf\ufffd",
         "a/one.md": "one\n",
@@ -52,7 +52,7 @@ def test_a_document_for_each_text_file(folder):
 
 
 def test_a_document_for_each_folder(folder):
-    assert read(text_documents(folder, group="folder")) == {
+    assert read(find_texts(folder, group="folder").documents) == {
         ".": "# b.txt\nbee\n",
         "a": "# a/latin.txt\ncaf\ufffd\n# a/one.md\none\n# a/two.txt\ntwo\n",
         "a/deep": "# a/deep/x.txt\nx\n",
@@ -60,31 +60,31 @@ def test_a_document_for_each_folder(folder):
 
 
 def test_suffixes_and_single_files(folder):
-    assert list(read(text_documents(folder, suffixes=(".md",)))) == ["a/one.md"]
-    assert read(text_documents(folder / "b.txt")) == {"b.txt": "bee"}
+    assert list(read(find_texts(folder, suffixes=(".md",)).documents)) == ["a/one.md"]
+    assert read(find_texts(folder / "b.txt").documents) == {"b.txt": "bee"}
 
 
 def test_broken_links_are_passed_over(folder):
     os.symlink(folder / "nowhere", folder / "a" / "link.txt")
-    assert "a/link.txt" not in read(text_documents(folder))
+    assert "a/link.txt" not in read(find_texts(folder).documents)
 
 
 def test_missing_empty_and_binary_corpora(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"text corpus does not exist: .*nothing"):
-        text_documents(tmp_path / "nothing")
+        find_texts(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"corpus is empty: no file ending in .rst, .tex in it"):
-        text_documents(folder, suffixes=(".rst", ".tex"))
+        find_texts(folder, suffixes=(".rst", ".tex"))
     (tmp_path / "void").mkdir()
     with pytest.raises(ValueError, match="void is empty: no text file in it"):
-        text_documents(tmp_path / "void")
+        find_texts(tmp_path / "void")
     with pytest.raises(ValueError, match=r"image.txt: expected UTF-8 text, got a binary file"):
-        text_documents(folder / "a" / "image.txt")
+        find_texts(folder / "a" / "image.txt")
     with pytest.raises(ValueError, match=r"b.txt is a file that does not end in .md, .py; data.suffixes names other"):
-        text_documents(folder / "b.txt", suffixes=(".md", ".py"))
+        find_texts(folder / "b.txt", suffixes=(".md", ".py"))
     with pytest.raises(ValueError, match=r"b.txt is a file; data.group=folder needs a folder of text"):
-        text_documents(folder / "b.txt", group="folder")
+        find_texts(folder / "b.txt", group="folder")
     with pytest.raises(ValueError, match="group must be file or folder, got 'tree'"):
-        text_documents(folder, group="tree")
+        find_texts(folder, group="tree")
 
 
 def test_stdlib_layouts(tmp_path, monkeypatch):
@@ -121,13 +121,13 @@ def test_the_real_stdlib_has_long_documents():
 
 def test_cut_document(tmp_path):
     write(tmp_path, {"lines.txt": "0123456\n" * 10, "line.txt": "0123456789"})
-    (lines,), (line,) = text_documents(tmp_path / "lines.txt"), text_documents(tmp_path / "line.txt")
+    (lines,), (line,) = find_texts(tmp_path / "lines.txt").documents, find_texts(tmp_path / "line.txt").documents
     assert [len(part.read()) for part in cut_document(lines, 0.25)] == [56, 24]
     assert [part.read() for part in cut_document(line, 0.2)] == ["01234567", "89"]
 
 
 def opened(path, tokenizer, cache):
-    documents, _, hashes = measure_documents(text_documents(path))
+    documents, _, hashes = measure_documents(find_texts(path).documents)
     return tokenize_documents(documents, hashes, tokenizer, cache)
 
 
@@ -138,7 +138,7 @@ def contents(corpus):
 def test_tokens_are_cached_and_mapped(folder, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     first = opened(folder, ByteTokenizer(), cache)
-    assert contents(first) == [list(text.encode()) for text in read(text_documents(folder)).values()]
+    assert contents(first) == [list(text.encode()) for text in read(find_texts(folder).documents).values()]
     assert sorted(path.suffixes[-2] for path in cache.iterdir()) == [".offsets", ".tokens"]
     monkeypatch.setattr(ByteTokenizer, "encode", None)  # the second time nothing is tokenized
     second = opened(folder, ByteTokenizer(), cache)
@@ -173,7 +173,7 @@ def test_cache_files_that_do_not_belong_together_are_made_again(folder, tmp_path
 
 
 def test_bpe_is_cached(folder, tmp_path, monkeypatch):
-    documents, _, hashes = measure_documents(text_documents(folder))
+    documents, _, hashes = measure_documents(find_texts(folder).documents)
     first = train_bpe(documents, hashes, 260, tmp_path)
     (file,) = tmp_path.glob("bpe-*.json")
     with monkeypatch.context() as patch:
@@ -185,7 +185,7 @@ def test_bpe_is_cached(folder, tmp_path, monkeypatch):
 
 def test_bpe_of_a_large_corpus_reads_a_share_of_each_document(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(text_module, "BPE_TRAINING_CHARACTERS", 8)
-    documents, _, _ = measure_documents(text_documents(folder))
+    documents, _, _ = measure_documents(find_texts(folder).documents)
     assert list(text_module.training_texts(documents)) == ["x", "ca", "on", "tw", "be"]
 
 
@@ -203,7 +203,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         with pytest.raises(type(error)), atomic_write(tmp_path / "file") as file:
             file.write(b"half")
             raise error
-    assert read(text_documents(tmp_path)) == {"file": "old"} and len(list(tmp_path.iterdir())) == 1
+    assert read(find_texts(tmp_path).documents) == {"file": "old"} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -228,7 +228,7 @@ def test_what_killed_processes_left_in_the_cache_is_removed_after_a_day(folder, 
         (cache / name).write_bytes(b"half")
         then = time.time() - 3600 * hours
         os.utime(cache / name, (then, then))
-    documents, _, hashes = measure_documents(text_documents(folder))
+    documents, _, hashes = measure_documents(find_texts(folder).documents)
     tokenize_documents(documents, hashes, ByteTokenizer(), cache)
     left = {path.name for path in cache.iterdir() if not path.name.endswith(".npy")}
     assert left == {".b.tokens.npy.4567.tmp", "bpe-1.json"}

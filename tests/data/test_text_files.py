@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sympow.data import DataConfig, open_corpus, text_files
-from sympow.data.text import find_texts, text_documents
+from sympow.data.text import find_texts
 
 TEXTS = [f"Text {i}: " + "ein Wort, 词, \U0001f600\n" * (3 * i + 1) for i in range(24)]
 
@@ -137,21 +137,21 @@ def test_the_same_texts_give_the_same_corpus(form, tmp_path):
 
 
 def test_rows_are_read_in_any_order(tmp_path):
-    documents = text_documents(as_jsonl(tmp_path / "a"))
+    documents = find_texts(as_jsonl(tmp_path / "a")).documents
     order = np.random.default_rng(0).permutation(len(TEXTS)).tolist()
     assert [documents[i].read() for i in order] == [TEXTS[i] for i in order]
 
 
 def test_the_field_of_the_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS, "content"))
-    assert [each.read() for each in text_documents(tmp_path / "a.jsonl", text_field="content")] == TEXTS
+    assert [each.read() for each in find_texts(tmp_path / "a.jsonl", text_field="content").documents] == TEXTS
     config = DataConfig(kind="text", path=str(tmp_path / "a.jsonl"), tokenizer="bytes")
     with pytest.raises(ValueError, match=r"a.jsonl, line 1: expected the field 'text', got 'id', 'content': data."):
         open_corpus(config, tmp_path / "cache")
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"content": TEXTS}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a.parquet: expected the field 'text', got 'content': data.text_field"):
-        text_documents(tmp_path / "a.parquet")
+        find_texts(tmp_path / "a.parquet")
 
 
 def test_what_is_left_out_is_told(tmp_path):
@@ -248,17 +248,17 @@ def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path, monkeypatch,
     file, data = tmp_path / f"{name}.{end}", lines(["a" * 19000, "b" * 20000])
     file.write_bytes(gzip.compress(data) if end == "gz" else zstd(data))
     with pytest.raises(ValueError, match=rf"{file.name}{message}"):
-        [document.read() for document in text_documents(file)]
+        [document.read() for document in find_texts(file).documents]
     monkeypatch.undo()
     if name != "a.parquet":
-        assert len(text_documents(file)[0].read()) >= 19000
+        assert len(find_texts(file).documents[0].read()) >= 19000
 
 
 def test_numbers_in_the_field_are_refused(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a.parquet: expected strings in the field 'text', got 1"):
-        text_documents(tmp_path)[0].read()
+        find_texts(tmp_path).documents[0].read()
 
 
 def test_a_dataset_of_splits_names_them(tmp_path):
@@ -277,7 +277,7 @@ def test_tables_are_read_as_text_only_if_their_ending_is_named(tmp_path, name, d
     with pytest.raises(ValueError, match=rf"data.suffixes={end} reads it as plain text"):
         find_texts(tmp_path / name)
     for path in (tmp_path, tmp_path / name):
-        (document,) = text_documents(path, suffixes=(end,))
+        (document,) = find_texts(path, suffixes=(end,)).documents
         assert document.read() == data.decode()
 
 
@@ -290,7 +290,7 @@ def test_files_of_tokens_name_their_kind(tmp_path):
 def test_groups_are_of_plain_texts(tmp_path):
     as_text_gz(tmp_path / "texts")
     folder_of_texts(tmp_path / "plain")
-    zipped, plain = (text_documents(tmp_path / name, group="folder")[0].read() for name in ("texts", "plain"))
+    zipped, plain = (find_texts(tmp_path / name, group="folder").documents[0].read() for name in ("texts", "plain"))
     assert zipped == plain
     with pytest.raises(ValueError, match=r"data.group=folder joins plain texts, got a file of rows, .*a.jsonl"):
         find_texts(as_jsonl(tmp_path / "a").parent, group="folder")

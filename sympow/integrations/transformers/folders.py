@@ -56,7 +56,7 @@ def to_transformers(
 
 
 def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int | str, out: Path) -> None:
-    """Fills the folder, which is to become `out`; the latter is in the messages of errors."""
+    """Fills the folder that becomes `out`. Messages of errors name `out`."""
     model = _sharing(loaded.model)
     if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
         model.generation_config.eos_token_id = sorted(ends)

@@ -136,7 +136,9 @@ def load_power_model(source: str | os.PathLike[str], stored: Mapping[str, Any]) 
     dtypes: set[torch.dtype] = set()
     for file in files:
         with reading(file):
-            stored_here = {key: each for key, each in in_safetensors(file).items() if _is_read(key)}
+            # Frequencies of the rotation, which old checkpoints contain, are not read.
+            stored_here = {key: each for key, each in in_safetensors(file).items()
+                           if not key.endswith("rotary_emb.inv_freq")}  # fmt: skip
         check_dtypes(stored_here, name)
         found |= {key: each.shape for key, each in stored_here.items()}
         dtypes |= {FLOATS[each.dtype] for each in stored_here.values()}
@@ -165,10 +167,6 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     return widest
-
-
-def _is_read(key: str) -> bool:
-    return not key.endswith("rotary_emb.inv_freq")  # frequencies of the rotation, which old checkpoints contain
 
 
 def _rotation(stored: Mapping[str, Any], head_dim: int, name: str) -> dict[str, Any]:

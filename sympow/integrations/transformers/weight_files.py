@@ -84,14 +84,8 @@ def stored_weights(source: str | os.PathLike[str]) -> dict[str, Stored] | None:
     Raises ValueError for an index that names files elsewhere, and for weights that are larger than their files; the
     errors of safetensors and PyTorch for files that are cut.
     """
-    for whole in _WHOLE:
-        file = _file(source, whole)
-        if file is not None:
-            return _described([file])
-        index = _file(source, f"{whole}.index.json")
-        if index is not None:
-            return _described([_shard(source, index, name) for name in _shards(index)])
-    return None
+    files = next(filter(None, (_files(source, whole) for whole in _WHOLE)), None)
+    return None if files is None else _described(files)
 
 
 def safetensors_files(source: str | os.PathLike[str]) -> list[Path]:
@@ -99,13 +93,18 @@ def safetensors_files(source: str | os.PathLike[str]) -> list[Path]:
 
     Raises FileNotFoundError where there are none, and ValueError for an index that names files elsewhere.
     """
-    whole = _WHOLE[0]
-    file, index = _file(source, whole), _file(source, f"{whole}.index.json")
-    if file is not None:
+    files = _files(source, _WHOLE[0])
+    if files is None:
+        raise FileNotFoundError(f"{source} has no weights in the format safetensors, {_WHOLE[0]} or its index")
+    return files
+
+
+def _files(source: str | os.PathLike[str], whole: str) -> list[Path] | None:
+    """Returns the file `whole`, or those that its index names; None where neither is there."""
+    if (file := _file(source, whole)) is not None:
         return [file]
-    if index is None:
-        raise FileNotFoundError(f"{source} has no weights in the format safetensors, {whole} or its index")
-    return [_shard(source, index, name) for name in _shards(index)]
+    index = _file(source, f"{whole}.index.json")
+    return None if index is None else [_shard(source, index, name) for name in _shards(index)]
 
 
 def _file(source: str | os.PathLike[str], name: str) -> Path | None:

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sympow.layers.base import Mixer, own_weight
+from sympow.layers.base import own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
-from sympow.layers.state import Device, DType
-from sympow.layers.zoology.filters import make_filter
-from sympow.ops.cost import convolution_flops
+from sympow.layers.zoology.filters import FilterMixer, make_filter
 
 
-class BaseConv(Mixer):
+class BaseConv(FilterMixer):
     """Computes (x W + b_1) * (h (*) x + b_2) (Arora et al., "Zoology", 2023, (1)).
 
     Here * is the product by channel and (*) the causal convolution. There is no recurrence: a step keeps the inputs and
@@ -56,7 +54,7 @@ class BaseConv(Mixer):
 
     @override
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        self.filter.reset_parameters(generator)
+        super().reset_own_parameters(generator)
         nn.init.zeros_(self.bias)
 
     @override
@@ -65,22 +63,10 @@ class BaseConv(Mixer):
         return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
 
     @override
-    def training_flops(self, time: int) -> int:
-        return convolution_flops(time, self.filter.max_length, self.d_model)
-
-    @override
-    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
-        return self.filter.init_state(batch_size, device, dtype)
-
-    @override
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
         self.check_step(x, state, own_weight(self.projection))
         y, state = self.filter.step(x, state)
         return self._gated(x, y), state
-
-    @override
-    def state_size(self, context: int) -> int:
-        return self.filter.state_size(context)
 
     def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:
         y = self.projection(x) * (convolved + self.bias)

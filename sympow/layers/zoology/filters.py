@@ -10,12 +10,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sympow.layers.base import Float32Linear, state_options
+from sympow.layers.base import Float32Linear, Mixer, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.initial import draw_normal, draw_uniform
+from sympow.layers.state import Device, DType
 from sympow.ops.availability import concatenated
 from sympow.ops.convolution import causal_convolution
+from sympow.ops.cost import convolution_flops
 
 _TARGET = 1e-2  # the value to which the taps of a channel fall within the share of the filter that `decays` gives
 
@@ -61,6 +64,28 @@ class LongFilter(nn.Module, ABC):
     def state_size(self, context: int) -> int:
         """Returns the number of elements that the cache has for a sequence of `context` tokens."""
         return self.channels * capacity(context, self.max_length)
+
+
+class FilterMixer(Mixer):
+    """Mixes by one convolution with a long filter. Its state is the inputs of that convolution."""
+
+    filter: LongFilter
+
+    @override
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        self.filter.reset_parameters(generator)
+
+    @override
+    def training_flops(self, time: int) -> int:
+        return convolution_flops(time, self.filter.max_length, self.d_model)
+
+    @override
+    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
+        return self.filter.init_state(batch_size, device, dtype)
+
+    @override
+    def state_size(self, context: int) -> int:
+        return self.filter.state_size(context)
 
 
 class ExplicitFilter(LongFilter):

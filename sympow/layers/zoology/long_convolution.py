@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
-from sympow.layers.state import Device, DType
-from sympow.layers.zoology.filters import ExplicitFilter
-from sympow.ops.cost import convolution_flops
+from sympow.layers.zoology.filters import ExplicitFilter, FilterMixer
 
 
-class LongConvolution(Mixer):
+class LongConvolution(FilterMixer):
     """Computes GLU(W gelu(h * x)), h explicit (Fu et al., "Simple Hardware-Efficient Long Convolutions", 2023).
 
     The output layer is that of S4. The squashing and the dropout of the filter, which regularize, are left out. There
@@ -26,6 +22,8 @@ class LongConvolution(Mixer):
         max_length: taps of the filter; tokens further back are not seen.
     """
 
+    filter: ExplicitFilter
+
     def __init__(self, d_model: int, n_heads: int, *, max_length: int):
         super().__init__(d_model, n_heads)
         self.filter = ExplicitFilter(d_model, max_length)
@@ -33,31 +31,15 @@ class LongConvolution(Mixer):
         self.reset_parameters()
 
     @override
-    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        self.filter.reset_parameters(generator)
-
-    @override
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         self.check_input(x, self.filter.weight)
         return self._output(per_document(self.filter.convolve, cu_seqlens, x))
-
-    @override
-    def training_flops(self, time: int) -> int:
-        return convolution_flops(time, self.filter.max_length, self.d_model)
-
-    @override
-    def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> InputCache:
-        return self.filter.init_state(batch_size, device, dtype)
 
     @override
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
         self.check_step(x, state, self.filter.weight)
         y, state = self.filter.step(x, state)
         return self._output(y), state
-
-    @override
-    def state_size(self, context: int) -> int:
-        return self.filter.state_size(context)
 
     @override
     def fused(self) -> dict[str, list[int]]:

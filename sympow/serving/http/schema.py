@@ -5,9 +5,9 @@ The server refuses unknown fields, and values that it does not support.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from sympow.serving.http.fields import only
 
@@ -47,57 +47,29 @@ class ResponseFormat(_Part):
     type: Annotated[Any, only("text")]
 
 
-class VLLMFields(_Body):
-    """Holds the fields that vLLM adds to OpenAI's interface. This server has none of them."""
+# The fields that vLLM adds to OpenAI's interface, by the values that ask for nothing. This server has none of them.
+_OF_VLLM: list[tuple[list[Any], str]] = [
+    ([], "add_special_tokens allowed_token_ids cache_salt ec_transfer_params guided_choice guided_decoding_backend "
+         "guided_grammar guided_json guided_regex guided_whitespace_pattern kv_transfer_params logprob_token_ids "
+         "mm_payload mm_processor_kwargs prompt_logprobs repetition_detection request_id session_id stream_interval "
+         "structural_tag structured_outputs thinking_token_budget truncate_prompt_tokens truncation_side vllm_xargs"),
+    ([False], "early_stopping ignore_eos include_stop_str_in_output return_mm_kwargs return_token_ids "
+              "return_token_offsets return_tokens_as_token_ids use_beam_search watermarking"),
+    ([0], "min_p min_tokens priority routed_experts_prompt_start"),
+    ([1], "length_penalty repetition_penalty"),
+    ([[]], "bad_words logits_processors stop_token_ids"),
+    ([True, False], "skip_special_tokens spaces_between_special_tokens"),
+]  # fmt: skip
 
-    add_special_tokens: Annotated[Any, only()] = None
-    allowed_token_ids: Annotated[Any, only()] = None
-    bad_words: Annotated[Any, only([])] = None
-    cache_salt: Annotated[Any, only()] = None
-    early_stopping: Annotated[Any, only(False)] = None
-    ec_transfer_params: Annotated[Any, only()] = None
-    guided_choice: Annotated[Any, only()] = None
-    guided_decoding_backend: Annotated[Any, only()] = None
-    guided_grammar: Annotated[Any, only()] = None
-    guided_json: Annotated[Any, only()] = None
-    guided_regex: Annotated[Any, only()] = None
-    guided_whitespace_pattern: Annotated[Any, only()] = None
-    ignore_eos: Annotated[Any, only(False)] = None
-    include_stop_str_in_output: Annotated[Any, only(False)] = None
-    kv_transfer_params: Annotated[Any, only()] = None
-    length_penalty: Annotated[Any, only(1)] = None
-    logits_processors: Annotated[Any, only([])] = None
-    logprob_token_ids: Annotated[Any, only()] = None
-    min_p: Annotated[Any, only(0)] = None
-    min_tokens: Annotated[Any, only(0)] = None
-    mm_payload: Annotated[Any, only()] = None
-    mm_processor_kwargs: Annotated[Any, only()] = None
-    priority: Annotated[Any, only(0)] = None
-    prompt_logprobs: Annotated[Any, only()] = None
-    repetition_detection: Annotated[Any, only()] = None
-    repetition_penalty: Annotated[Any, only(1)] = None
-    request_id: Annotated[Any, only()] = None
-    return_mm_kwargs: Annotated[Any, only(False)] = None
-    return_token_ids: Annotated[Any, only(False)] = None
-    return_token_offsets: Annotated[Any, only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
-    routed_experts_prompt_start: Annotated[Any, only(0)] = None
-    session_id: Annotated[Any, only()] = None
-    skip_special_tokens: Annotated[Any, only(True, False)] = None
-    spaces_between_special_tokens: Annotated[Any, only(True, False)] = None
-    stop_token_ids: Annotated[Any, only([])] = None
-    stream_interval: Annotated[Any, only()] = None
-    structural_tag: Annotated[Any, only()] = None
-    structured_outputs: Annotated[Any, only()] = None
-    thinking_token_budget: Annotated[Any, only()] = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
-    truncation_side: Annotated[Any, only()] = None
-    use_beam_search: Annotated[Any, only(False)] = None
-    vllm_xargs: Annotated[Any, only()] = None
-    watermarking: Annotated[Any, only(False)] = None
+if TYPE_CHECKING:
+    _VLLMFields = _Body
+else:
+    _CHECKS = {name: only(*known) for known, names in _OF_VLLM for name in names.split()}
+    _VLLMFields = create_model("_VLLMFields", __base__=_Body, **{
+        name: (Annotated[Any, _CHECKS[name]], None) for name in sorted(_CHECKS)})  # fmt: skip
 
 
-class Generation(VLLMFields):
+class Generation(_VLLMFields):
     """Holds the fields that completions and chat completions share.
 
     A null means the default.
