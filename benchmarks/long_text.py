@@ -54,7 +54,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         f"name=context-{args.context}-seed-{args.seed}",
         f"data.path={args.corpus / 'train.zarr'}", f"data.held_out_path={args.corpus / 'heldout.zarr'}",
         f"training.context={args.context}", "training.batch_size=1", f"training.steps={steps}",
-        f"training.warmup_steps={warmup}", f"training.learning_rate={args.learning_rate}",
+        f"training.warmup_steps={warmup}", "training.optimizer=adamw", f"training.learning_rate={args.learning_rate}",
         f"training.seed={args.seed}", f"training.device={args.device}", f"training.checkpoint_every={every}",
         "training.keep_checkpoints=1", f"execution.compile={'true' if args.compile else 'false'}",
     ])  # fmt: skip

@@ -1,5 +1,6 @@
 """The benchmark of a million tokens of text, on documents of a few."""
 
+import json
 import sys
 
 import numpy as np
@@ -78,6 +79,8 @@ def test_command_keeps_the_rows_of_other_contexts(corpus, monkeypatch, capsys):
         (context, start) for context in (16, 32) for start in (1, 2, 4, 8, 16, 32, 64)
     ]
     assert [row["end"] for row in rows[-2:]] == [64, LENGTH]
+    config = json.loads((corpus / "out" / "context-32-seed-0" / "config.json").read_text())
+    assert config["training"]["optimizer"] == "adamw"  # its rate is one of AdamW, as are the rows of the page
     assert [row["gain"] is None for row in rows] == [True] * 4 + [False] * 3 + [True] * 5 + [False] * 2
     assert (corpus / "out" / "long_text.png").stat().st_size > 1000
     assert "gain from the far context" in capsys.readouterr().out
