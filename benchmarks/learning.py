@@ -105,7 +105,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "offset": runs(OFFSETS, (4096,)),
     "offset_1024": runs(OFFSETS[:2], (1024,)),
     "offset_middle": runs(OFFSETS[:2], (4096,), MIDDLE),
-    "offset_long": runs(OFFSETS[:2], (4096,), LONG, seeds=(0,)),
+    "offset_long": runs(OFFSETS[:2], (4096,), LONG),
     "offset_hybrid": runs(('hybrid_heads_delta+hybrid_heads.options={"offset":0.09}',), (4096,), MIDDLE),
     "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
