@@ -84,8 +84,10 @@ def stored_weights(source: str | os.PathLike[str]) -> dict[str, Stored] | None:
     Raises ValueError for an index that names files elsewhere, and for weights that are larger than their files; the
     errors of safetensors and PyTorch for files that are cut.
     """
-    files = next(filter(None, (_files(source, whole) for whole in _WHOLE)), None)
-    return None if files is None else _described(files)
+    for whole in _WHOLE:
+        if (files := _files(source, whole)) is not None:
+            return _described(files)
+    return None
 
 
 def safetensors_files(source: str | os.PathLike[str]) -> list[Path]:
