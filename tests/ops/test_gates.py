@@ -267,13 +267,13 @@ def test_random_gates_of_steps(impl, dtype, part):
             case = replace(case, ends=None)
             inputs |= {n: None if inputs[n] is None else inputs[n][:1].detach() for n in ("s", "z")}
         case = replace(case, return_state=True)
-        want = {n: x for n, x in expected(case, inputs).items() if n in ("out", "s", "z")}
+        oracle = expected(case, inputs)
+        want = {n: x for n, x in oracle.items() if n in ("out", "s", "z")}
         got, reading = steps(impl, case, inputs, random.Random(seed)), {"out": feature_terms(case, inputs)}
         try:
             if dtype == "float64":
                 assert_equal_float64(got, want, reading)
             else:
-                oracle = expected(case, inputs)
                 assert_within_budget(got, case, inputs, 1 if case.p > 2 else None, oracle=oracle, reading=reading)
         except AssertionError as error:
             wrong.append(f"{seed}: {case}: {error}")
