@@ -18,7 +18,7 @@ COUNTS = (2, 5)  # segments that are asked for, of which there are fewer where t
 # Whole and partial last chunks and segments, several rows, groups, a state before the row, no gate, other powers.
 CASES = {
     "gate": Case(B=1, T=6 * CHUNK + 5, H=2, G=1, K=K, V=K, state=True),
-    "rows": Case(B=2, T=8 * CHUNK, H=1, G=1, K=K, V=K),
+    "rows": Case(B=2, T=4 * CHUNK, H=1, G=1, K=K, V=K),
     "no gate": Case(B=1, T=7 * CHUNK - 1, H=1, G=1, K=K, V=K, gate=False, state=True),
     "no state": Case(B=1, T=6 * CHUNK + 1, H=1, G=1, K=K, V=K, return_state=False),
     "not normalized": Case(B=1, T=6 * CHUNK + 1, H=1, G=1, K=K, V=K, normalize=False),
