@@ -45,7 +45,7 @@ def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
 def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
     """Returns what `code_hash` returns for a checkout of `files`, sources by their paths."""
     modules = _modules(part, files)
-    code = "\n".join(f"{path}\n{_without_comments(files[path])}" for path in modules)
+    code = "\n".join(f"{path}\n{_names_and_code(files[path])[1]}" for path in modules)
     return hashlib.sha256(code.encode()).hexdigest()[:12] if modules else None
 
 
@@ -65,36 +65,44 @@ def _modules(part: str, files: Mapping[str, str]) -> list[str]:
 def _imported(path: str, files: Mapping[str, str]) -> Iterator[str]:
     """Returns the paths of the modules of `sympow` that a file imports at any place. The packages that contain a module
     are left out, because they only collect names."""
-    for name in _names_imported(files[path]):
+    for name in _names_and_code(files[path])[0]:
         at = name.replace(".", "/")
         yield from (there for there in (f"{at}.py", f"{at}/__init__.py") if there in files)
 
 
 # Most files are the same at many commits.
 @lru_cache(maxsize=4096)
-def _names_imported(source: str) -> tuple[str, ...]:
-    """Returns the full names of the modules, and of what may be a module, that a source imports."""
+def _names_and_code(source: str) -> tuple[tuple[str, ...], str]:
+    """Returns what a hash needs of a source.
+
+    Returns:
+        The full names of the modules, and of what may be a module, that it imports; and its lines without comments and
+        docstrings, and without lines that are empty then.
+    """
     names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in _statements(source):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-    return tuple(names)
-
-
-@lru_cache(maxsize=4096)
-def _without_comments(source: str) -> str:
-    """Returns the lines of a file without its comments and docstrings, and without lines that are empty then."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    return tuple(names), "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _statements(source: str) -> Iterator[ast.AST]:
+    """Returns the statements of a source. Expressions, most of its nodes, contain none and are not looked through."""
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, field, ())
 
 
 def _files_now() -> dict[str, str]:

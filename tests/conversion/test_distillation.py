@@ -35,8 +35,9 @@ SOFTMAX = MixerConfig("softmax", {"bias": False})
 CONFIG = ModelConfig(VOCAB, 16, 3, 2, (SOFTMAX,), body="llama")
 
 
-def teacher(scale: float = 0.3) -> LanguageModel:
-    made, generator = LanguageModel(CONFIG, seed=1), torch.Generator().manual_seed(2)
+def teacher(scale: float = 0.3, layers: int = 3) -> LanguageModel:
+    config = dataclasses.replace(CONFIG, n_layers=layers)
+    made, generator = LanguageModel(config, seed=1), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
@@ -274,15 +275,15 @@ def test_windows_that_cannot_be_narrower_are_told(folders, tmp_path, capsys):
         assert hides_nothing(dataclasses.replace(config, distillation=stages)) == none
 
 
-@pytest.mark.parametrize("kind", ["power", "delta"])
-def test_the_kinds_of_layers_and_two_windows_are_few_graphs(kind):
+def test_the_kinds_of_layers_and_two_windows_are_few_graphs():
     """A graph for each kind of layer, and one more for windows that are narrow."""
     _, batches, _ = job()
     stages = dataclasses.replace(STAGES, layer_steps=0, text_steps=0, window_dropout=0.5)
     tokens = torch.cat([batches[0].tokens] * 6, 1)
     rows = batches[0]._replace(tokens=tokens, targets=tokens)
-    model = swap_mixers(teacher(), f"window,{kind},gated", window=90).train()
-    objective = Distillation(stages, STEPS, teacher(), torch.device("cpu"))
+    own, other = teacher(layers=4), teacher(layers=4)
+    model = swap_mixers(own, "window,power,delta,gated", window=90).train()
+    objective = Distillation(stages, STEPS, other, torch.device("cpu"))
     steps = [next(s for s in range(99) if narrow == (type(objective.during(model, s)) is not nullcontext))
              for narrow in (False, True)]  # fmt: skip
 
@@ -302,12 +303,12 @@ def test_the_kinds_of_layers_and_two_windows_are_few_graphs(kind):
         each.compile_parts(backend="aot_eager", fullgraph=True)
     for step in (*steps, *steps):
         assert_close(losses(step), expected[steps.index(step)], rtol=1e-4, atol=1e-4)
-    # Blocks of three kinds, a narrow one, a norm and the divergence; the teacher's block and norm.
-    assert counters["stats"]["unique_graphs"] == 8
+    # Blocks of four kinds, a narrow one, a norm and the divergence; the teacher's block and norm.
+    assert counters["stats"]["unique_graphs"] == 9
     with torch.no_grad():
         for each in (model.eval(), objective.reference):
             each.loss_sum(tokens, tokens)
-    assert counters["stats"]["unique_graphs"] == 13
+    assert counters["stats"]["unique_graphs"] == 15
     torch.compiler.reset()
 
 
