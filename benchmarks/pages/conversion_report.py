@@ -140,8 +140,7 @@ def _curves(rows: list[Row]) -> dict[str, Row]:
     found = {(row["rows"], _model(row)): row for row in rows if row["kind"] == "positions"}
     ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] == "teacher"))
     several = len({number for number, _ in found}) > 1
-    ends = {(number, "teacher"): f", {number} rows" for number, _ in found if several}
-    return {key[1] + ends.get(key, ""): row for key, row in ordered}
+    return {f"{name}, {number} rows" if several and name == "teacher" else name: row for (number, name), row in ordered}
 
 
 def _with_source(rows: list[Row]) -> str:

@@ -237,7 +237,7 @@ def bits() -> Sweep:
     """Parity and majority of 16 bits, asked at every token, by mixers of a constant state and attention.
 
     Two layers with MLP, as in Zoology's code, each mixer with or after a short convolution. The delta rule has no
-    gate. With `beta_max` 2 a token can change the sign of a part of the state. Minutes of a CPU core, three seeds.
+    gate. With `beta_max` 2 a token can change the sign of a part of the state.
     """
     tasks = [OwnTask(f"sympow.recall.tasks:{name}", 16, 3, pairs=2, options={"every": True})
              for name in ("parity", "majority")]  # fmt: skip
