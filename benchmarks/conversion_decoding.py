@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ import torch
 from benchmarks.common.measure import keep, measured, options, synchronize
 from sympow.conversion.swap import parse_pattern, swap_mixers
 from sympow.layers.cache import KVCache
+from sympow.layers.softmax import GatedCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState
 from sympow.models.slots import Slots
 
 GROWING, WHOLE = "teacher, growing cache", "teacher, whole cache"
-CONVERTED = {
+PAIR, GATED = "window,delta", "window,gated"
+CONVERTED = {  # the students of docs/results/conversion.md: `const`, `delta`, `power` and `hybrid-delta`
     "windows of 1,024 and power": "window,power",
+    "windows of 1,024 and delta rule": PAIR,
     "power": "power",
-    "power and five softmax": "power*16,softmax,power,softmax*3,power*2,softmax,power*6",
+    "windows, delta rule and five gated": ",".join([GATED] * 2 + [PAIR] * 4 + [GATED, PAIR] + [GATED] * 2 + [PAIR] * 5),
 }
 SHAPE = {"smollm2": (49_152, 576, 30, 9, 3, 1536), "tiny": (256, 32, 2, 2, 1, 64)}
 
@@ -45,7 +49,8 @@ def measure(
         whole = 2 * tokens + context
         patterns = {GROWING: ("softmax", 1024), WHOLE: ("window", whole)}
         for name, (pattern, window) in (patterns | {each: (text, 1024) for each, text in CONVERTED.items()}).items():
-            model = swap_mixers(teacher, parse_pattern(pattern), window=window)
+            kinds = parse_pattern(pattern)[: len(teacher.blocks)]
+            model = swap_mixers(teacher, kinds, window=window, unshare="delta" in kinds)
             row = {"kind": "decoding", "shape": shape, "model": name, "context": context, "batch": batch}
             yield row | decoding(model, batch, context, tokens)
             del model
@@ -79,12 +84,17 @@ def decoding(model: LanguageModel, batch: int, context: int, tokens: int) -> dic
 
 
 def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:
+    def filled(cache: KVCache) -> KVCache:
+        held = context if cache.limit is None else min(context, cache.limit)
+        shapes = [(*x.shape[:2], held, x.shape[3]) for x in (cache.k, cache.v)]
+        return cache.extend(*(torch.randn(shape, device=cache.k.device, dtype=cache.k.dtype) for shape in shapes))
+
     layers = []
     for layer in model.init_state(batch).layers:
         if isinstance(layer, KVCache):
-            held = context if layer.limit is None else min(context, layer.limit)
-            shapes = [(*x.shape[:2], held, x.shape[3]) for x in (layer.k, layer.v)]
-            layer = layer.extend(*(torch.randn(shape, device=layer.k.device, dtype=layer.k.dtype) for shape in shapes))
+            layer = filled(layer)
+        elif isinstance(layer, GatedCache):
+            layer = replace(layer, cache=filled(layer.cache))
         layers.append(layer)
     return ModelState(layers)
 

@@ -43,7 +43,7 @@ NEAREST = 64  # tokens between the statement and the question of a fact, about, 
 REPEATED = 8  # one row in so many has a repeated piece of prose
 PIECE = (20, 120)  # tokens of this piece
 
-DIGITS = (4, 6, 8)  # of numbers; those of the evaluation have 5 or 7
+DIGITS = (3, 4, 6, 8, 9)  # of numbers, odd and even counts alike; those of the evaluation have 5 or 7
 LETTERS = (4, 6)  # of names; those of the evaluation have 5
 KEYS = (2, 5)  # statements of a fact of the task multikey: at least, and less than
 HOPS = (1, 4)  # names after the first of a chain: at least, and less than
@@ -92,7 +92,7 @@ _COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purp
 WORDS = tuple(_NOUNS.split())  # for texts with few words
 _SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
 _OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
-_VERSION = "needles-3"  # of the rules in this file; change it if they make other rows
+_VERSION = "needles-4"  # of the rules in this file; change it if they make other rows
 _ENTRY_BYTES = 200  # of memory for each row in the list of rows, at least
 _TOKEN_BYTES = 32  # of memory for each token of a row, at least, while it is made
 

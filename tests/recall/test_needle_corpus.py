@@ -64,7 +64,7 @@ def test_every_question_is_answered_by_the_one_statement_before_it():
     assert len(pairs) > 80
     assert {answer.isdigit() for *_, answer in pairs} == {True, False}
     lengths = {len(answer) for *_, answer in pairs if answer.isdigit()}
-    assert lengths == {4, 6, 8}
+    assert lengths == {3, 4, 6, 8, 9}  # odd and even counts: a model that saw even ones told seven digits and one more
 
 
 def test_every_row_has_a_pass_key_and_chains_give_their_names_in_order():
@@ -72,7 +72,7 @@ def test_every_row_has_a_pass_key_and_chains_give_their_names_in_order():
     for seed in range(12):
         text = row(seed)
         key = re.search(r"The pass key is (\d+)\. Remember it\. \1 is the pass key\. ", text)
-        assert key and len(key[1]) in (4, 6, 8)
+        assert key and len(key[1]) in (3, 4, 6, 8, 9)
         assert text.index(f"{PASSKEY.question} {key[1]}. ") >= key.end()
         for end in re.finditer(r"(?:stand for|with|equal) (\w+)(?: are|:) ((?:[A-Z]{4,6}, )+[A-Z]{4,6})\. ", text):
             names = end[2].split(", ")
