@@ -30,8 +30,8 @@ def copied(source: Path, target: Path, count: int) -> int:
     try:
         import zarr
         from numcodecs import LZMA
-    except ImportError:
-        raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
+    except ImportError as error:
+        raise ImportError(f"writing zarr corpora needs zarr: pip install 'sympow[train]' ({error})") from None
     if not source.exists():
         raise FileNotFoundError(f"no corpus at {source}")
     if target.exists():

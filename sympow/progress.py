@@ -51,7 +51,7 @@ class Progress:
         try:
             from tqdm import tqdm
         except ImportError as error:
-            raise ImportError("a progress bar needs tqdm: pip install 'sympow[train]'") from error
+            raise ImportError(f"a progress bar needs tqdm: pip install 'sympow[train]' ({error})") from error
         self._bar = tqdm(desc=self.task, unit=self.unit, total=self.total, initial=self.done, dynamic_ncols=True)
         return self
 

@@ -41,7 +41,7 @@ def image_types() -> Collection[str]:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ImportError("drawing images needs matplotlib: pip install 'sympow[eval]'") from error
+        raise ImportError(f"drawing images needs matplotlib: pip install 'sympow[eval]' ({error})") from error
     return FigureCanvasBase.get_supported_filetypes()
 
 

@@ -165,8 +165,8 @@ def _check_packages(tokenizer: Tokenizer | None) -> None:
     try:
         import numcodecs  # noqa: F401
         import zarr  # noqa: F401
-    except ImportError:
-        raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
+    except ImportError as error:
+        raise ImportError(f"writing zarr corpora needs zarr: pip install 'sympow[train]' ({error})") from None
     if tokenizer is None:
         tokenizers_library()
 

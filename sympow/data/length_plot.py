@@ -27,7 +27,7 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
     except ImportError as error:
-        raise ImportError("drawing lengths needs matplotlib: pip install 'sympow[eval]'") from error
+        raise ImportError(f"drawing lengths needs matplotlib: pip install 'sympow[eval]' ({error})") from error
     entries, row = read_entries(corpus), read_summary(Path(corpus))["row_tokens"]
     lengths = {split: _lengths(entries, split) for split in SPLITS}
     edges = bin_edges(np.concatenate(list(lengths.values())), row)

@@ -55,7 +55,7 @@ def _rows(name: str, options: dict[str, str], url: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"reading {url} needs datasets: pip install 'sympow[stream]'") from error
+        raise ImportError(f"reading {url} needs datasets: pip install 'sympow[stream]' ({error})") from error
     config = options.pop("config", None)
     try:
         yield from datasets.load_dataset(name, config, streaming=True, **options)

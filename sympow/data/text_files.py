@@ -401,6 +401,6 @@ def _check_field(file: TextFile, field: str, fields: Sequence[str]) -> None:
 def _arrow(task: str) -> Any:
     try:
         import pyarrow
-    except ImportError:
-        raise ImportError(f"{task} needs pyarrow: pip install 'sympow[data]'") from None
+    except ImportError as error:
+        raise ImportError(f"{task} needs pyarrow: pip install 'sympow[data]' ({error})") from None
     return pyarrow

@@ -308,8 +308,8 @@ def tokenizers_library() -> Any:
     """Returns the package tokenizers. Raises ImportError naming the extra if it is not installed."""
     try:
         import tokenizers
-    except ImportError:
-        raise ImportError("BPE tokenizers need tokenizers: pip install 'sympow[train]'") from None
+    except ImportError as error:
+        raise ImportError(f"BPE tokenizers need tokenizers: pip install 'sympow[train]' ({error})") from None
     return tokenizers
 
 

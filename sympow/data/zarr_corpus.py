@@ -118,8 +118,8 @@ def _with_fill_value(array: Any, value: int) -> Any:
 def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
     try:
         import zarr
-    except ImportError:
-        raise ImportError("reading zarr corpora needs zarr: pip install 'sympow[train]'") from None
+    except ImportError as error:
+        raise ImportError(f"reading zarr corpora needs zarr: pip install 'sympow[train]' ({error})") from None
     if "://" not in url and not os.path.exists(url):
         raise FileNotFoundError(f"zarr corpus does not exist: {url}; data.path and data.held_out_path name corpora")
     try:

@@ -74,7 +74,7 @@ def empty_figure(what: str, size: tuple[float, float], dpi: int = 150) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"drawing {what} needs matplotlib: pip install 'sympow[eval]'") from error
+        raise ImportError(f"drawing {what} needs matplotlib: pip install 'sympow[eval]' ({error})") from error
     return Figure(figsize=size, dpi=dpi, layout="constrained")
 
 

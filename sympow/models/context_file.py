@@ -279,8 +279,8 @@ def _safetensors() -> Any:
     try:
         import safetensors
         import safetensors.torch
-    except ImportError:
-        raise ImportError("context files need safetensors: pip install 'sympow[train]'") from None
+    except ImportError as error:
+        raise ImportError(f"context files need safetensors: pip install 'sympow[train]' ({error})") from None
     return safetensors
 
 

@@ -58,7 +58,7 @@ def test_what_is_refused(tmp_path, url, line):
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        ImportError, match=r"^reading hf://datasets/a/b needs datasets: pip install 'sympow\[stream\]'$"
+        ImportError, match=r"^reading hf://datasets/a/b needs datasets: pip install 'sympow\[stream\]' \("
     ):
         streamed("hf://datasets/a/b", "text")
 

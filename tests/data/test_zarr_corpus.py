@@ -246,9 +246,13 @@ def test_missing_stores(tmp_path, url):
         ZarrCorpus(str(tmp_path), 50257)
 
 
-def test_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zarr", None)
-    with pytest.raises(ImportError, match=r"reading zarr corpora needs zarr: pip install 'sympow\[train\]'"):
+def test_missing_package_is_named(tmp_path, monkeypatch):
+    """Also where zarr is there, and what it imports is not."""
+    (tmp_path / "zarr.py").write_text("import absent")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "zarr")
+    line = r"reading zarr corpora needs zarr: pip install 'sympow\[train\]' \(No module named 'absent'\)"
+    with pytest.raises(ImportError, match=line):
         ZarrCorpus("memory://a", 50257)
 
 

@@ -7,9 +7,9 @@ AutoConfig, AutoModel and AutoModelForCausalLM under the model type "sympow". It
 
 try:
     import transformers as _transformers
-except ImportError:
+except ImportError as _error:
     raise ImportError(
-        "models in Hugging Face transformers need transformers: pip install 'sympow[transformers]'"
+        f"models in Hugging Face transformers need transformers: pip install 'sympow[transformers]' ({_error})"
     ) from None
 if int(_transformers.__version__.split(".")[0]) < 5:
     raise ImportError(f"sympow works with transformers 5.17 and later; found {_transformers.__version__}")
