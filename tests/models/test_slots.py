@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sympow.layers.state_file import serialize
-from sympow.models import Context, generate, stream
+from sympow.models import Context, LanguageModel, MixerConfig, ModelConfig, generate, stream
 from sympow.models.slots import Slots
 from sympow.models.step_graphs import rounded
 from sympow.ops import DecodingState
@@ -239,10 +239,22 @@ def test_no_slots_are_made_for_which_there_is_no_memory(monkeypatch):
         assert (Slots.holding(model, state, LENGTHS[0], 1000) is None) == (free < needed)
 
 
-@pytest.mark.parametrize("case", ["learned selection", "blocked_window", "long_convolution"])
-def test_slots_do_not_take_over_what_is_stepped_row_by_row(case):
-    model = small_model(case)
-    assert Slots.holding(model, Context.begin(model).read(model, prompts()[0]).state, LENGTHS[0], 30) is None
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        ("selection", {"selection": "learned", "top_k": 3}),
+        ("blocked_window", {"window": 40}),
+        ("long_convolution", {"max_length": 40}),
+    ],
+)
+def test_what_is_stepped_row_by_row_keeps_its_form(mixer, options):
+    """Slots do not take it over, and give it no room before it needs that."""
+    model = LanguageModel(ModelConfig(VOCAB, 32, 2, 4, (MixerConfig(mixer, options),)), seed=1)
+    state = Context.begin(model).read(model, prompts()[0]).state
+    assert Slots.holding(model, state, LENGTHS[0], 30) is None
+    slots = Slots(model, 1)
+    slots.put(state, LENGTHS[0])
+    assert alike(slots.take(0), state)
 
 
 def test_rows_that_are_no_batch():
