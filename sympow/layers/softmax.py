@@ -218,17 +218,13 @@ def attend_to_past(
         scale: the factor of the scores; 1 / sqrt(K) if None.
     """
     new, total = q.shape[2], k.shape[2]
-    if length is None and new == 1:
-        return attend(q, k, v, scale=scale)
+    if new == 1:
+        seen = None if length is None else torch.arange(total, device=q.device) < length[:, None, None, None]
+        return attend(q, k, v, mask=seen, scale=scale)
     if length is None and new == total:
         return attend(q, k, v, causal=True, scale=scale)
     position = torch.arange(total, device=q.device)
-    if length is None:
-        ends = torch.arange(total - new + 1, total + 1, device=q.device)
-    else:
-        ends = length[:, None, None]
-        if new > 1:
-            ends = ends + torch.arange(1 - new, 1, device=q.device)
+    ends = torch.arange(1 - new, 1, device=q.device) + (total if length is None else length[:, None, None])
     blocks = q.split(max(1, MASK_ELEMENTS // total), dim=2)
     outs = []
     for block, end in zip(blocks, ends.split(blocks[0].shape[2], dim=-1), strict=True):

@@ -337,6 +337,16 @@ def test_graphs_on_a_state_that_was_taken_over(case):
         torch.testing.assert_close(slots.step(tokens), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("case", ["grouped softmax", "gated softmax"])
+def test_generate_by_graphs_is_generate_step_by_step(case, monkeypatch):
+    model, prompt = small_model(case).double().cuda(), prompts()[1].expand(2, -1).cuda()
+    found = generate(model, prompt, 40)
+    monkeypatch.setattr(Slots, "with_graphs", lambda *given: None)
+    expected = generate(model, prompt, 40)
+    assert torch.equal(found.tokens, expected.tokens) and found.state_nbytes == expected.state_nbytes
+
+
 def test_the_spare_room_of_a_window_does_not_count():
     """It is not written before it is needed, and a weight of 0 does not hide what is not finite."""
     model = small_model("window")
