@@ -1,8 +1,8 @@
 """Measures how fast converted models decode: `python -m benchmarks.conversion_decoding --device cuda --csv FILE`.
 
 The models have the shape of SmolLM2-135M and random weights, which do not change the speed, so nothing has to be
-downloaded. The teacher is measured twice: with a cache that grows, and with a cache that has room for all tokens (a
-window as long as the text), which a CUDA graph can step. A converted model is compared with the faster of the two.
+downloaded. The teacher is measured twice: with a cache that grows, and with a cache that has room for all tokens, as in
+`generate`, which a CUDA graph can step. A converted model is compared with the faster of the two.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ def measure(
     precision = torch.bfloat16 if device.type == "cuda" else torch.float32
     teacher = LanguageModel(shaped(shape), seed=0).to(device, precision).eval()
     for context in contexts:
-        whole = 2 * tokens + context
-        patterns = {GROWING: ("softmax", 1024), WHOLE: ("window", whole)}
-        for name, (pattern, window) in (patterns | {each: (text, 1024) for each, text in CONVERTED.items()}).items():
+        for name, pattern in ({GROWING: "softmax", WHOLE: "softmax"} | CONVERTED).items():
             kinds = parse_pattern(pattern)[: len(teacher.blocks)]
-            model = swap_mixers(teacher, kinds, window=window, unshare="delta" in kinds)
+            model = swap_mixers(teacher, kinds, window=1024, unshare="delta" in kinds)
             row = {"kind": "decoding", "shape": shape, "model": name, "context": context, "batch": batch}
-            yield row | decoding(model, batch, context, tokens)
+            yield row | decoding(model, batch, context, tokens, grows=name == GROWING)
             del model
 
 
 @torch.no_grad()
-def decoding(model: LanguageModel, batch: int, context: int, tokens: int) -> dict[str, Any]:
+def decoding(model: LanguageModel, batch: int, context: int, tokens: int, *, grows: bool = False) -> dict[str, Any]:
     """Returns tokens a second after `context` tokens, whose keys and values are random, and the bytes of the states.
 
-    A token is read as `generate` does: by a CUDA graph if all states can be stepped as one batch. Both numbers are None
-    if the device has too little memory.
+    A token is read as `generate` does: by a CUDA graph if all states can be stepped as one batch. If `grows`, caches of
+    all tokens have no room from the start, so that they cannot. Both numbers are None if the device has too little
+    memory.
     """
     device = model.embedding.weight.device
     try:
         state = _state_after(model, batch, context)
         drawn = torch.arange(batch, device=device)[:, None]
-        state_bytes, slots = state.nbytes, Slots.with_graphs(model, state, context)
+        most = None if grows else context + 2 * tokens
+        state_bytes, slots = state.nbytes, Slots.with_graphs(model, state, context, most)
         for step in range(2 * tokens):
             if step == tokens:
                 synchronize(device.type)

@@ -39,7 +39,7 @@ def error(model: LanguageModel, tokens: Tensor) -> float:
 
     The steps read the last tokens one by one, as in the measurement."""
     _, state = read(model, tokens[:, :-CHECKED])
-    step = stepping(model, state, tokens.shape[1] - CHECKED)
+    step = stepping(model, state, tokens.shape[1] - CHECKED, CHECKED)
     found = torch.stack([step(token).clone() for token in tokens[:, -CHECKED:].split(1, dim=1)], 1)
     expected = model(tokens)[:, -CHECKED:]
     return ((found - expected).norm() / expected.norm()).item()
@@ -75,12 +75,12 @@ def device_of(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
 
 
-def stepping(model: LanguageModel, state: ModelState, read: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that reads a token [1, 1] after `read` others, as `generate` does.
+def stepping(model: LanguageModel, state: ModelState, read: int, tokens: int) -> Callable[[Tensor], Tensor]:
+    """Returns a function that reads a token [1, 1] after `read` others, as `generate` does, for up to `tokens` calls.
 
     If possible, it uses a CUDA graph. It returns the logits [1, vocab_size], which its next call may overwrite.
     """
-    slots = Slots.with_graphs(model, state, read)
+    slots = Slots.with_graphs(model, state, read, read + tokens)
 
     def step(token: Tensor) -> Tensor:
         nonlocal state
@@ -105,7 +105,7 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
         raise RuntimeError(f"{name}: a step errs by {wrong:.1e} where {bound:.1e} is allowed; not timed")
     states = {context: state_after(model, context) for context in sorted(contexts)}
     held = {context: state.nbytes for context, state in states.items()}
-    steps = {context: stepping(model, state, context) for context, state in states.items()}
+    steps = {context: stepping(model, state, context, WARM_UP + tokens) for context, state in states.items()}
     times: dict[int, list[float]] = {context: [] for context in states}
     for token in torch.randint(config.vocab_size, (WARM_UP + tokens, 1, 1), generator=gen):
         for context in states:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sympow.layers.state import MixerState
 from sympow.ops.availability import concatenated
@@ -32,15 +33,48 @@ class KVCache(MixerState):
 
     k is [B, G, room, K] and v [B, G, room, V], room = capacity(length, limit), or more where tokens were taken
     back. Token t has index t, or t % limit.
+
+    In a cache with all its room, see `with_all_room`, rows may differ in length: `length` is then int64 [B], and token
+    t of a row has index t % room.
     """
 
     constants: ClassVar[tuple[str, ...]] = ("limit",)
-    counted: ClassVar[tuple[str, ...]] = ("length",)
+    counters: ClassVar[tuple[str, ...] | None] = ("length",)
 
     k: Tensor
     v: Tensor
-    length: int = 0
+    length: int | Tensor = 0
     limit: int | None = None
+
+    @property
+    @override
+    def rows_may_differ(self) -> bool:
+        return self.limit is not None or isinstance(self.length, Tensor)
+
+    @override
+    def with_all_room(self, most: int | None = None) -> Self:
+        """Returns the cache with room for all tokens that it can hold, zeros where none is held yet.
+
+        Without a limit these are `most` tokens, and the rows get lengths of their own. If `most` is None, the cache is
+        returned as it is.
+        """
+        room = self.limit
+        if room is None and most is not None:
+            room = -(-most // _LEAST) * _LEAST  # kernels need aligned masks
+        if room is None or isinstance(self.length, Tensor):
+            return self
+        k, v = (_with_room(x, room) for x in self.filled())
+        rows = self.length if self.limit is not None else torch.full(k.shape[:1], self.length, device=k.device)
+        return replace(self, k=k, v=v, length=rows)
+
+    @override
+    def counting(self, tokens: int | Tensor) -> Self:
+        """Returns the cache of `tokens` tokens. If that is a number and there is no limit, the room is `capacity`."""
+        k, v = self.k, self.v
+        if self.limit is None and isinstance(tokens, int):
+            room = capacity(tokens)
+            k, v = (_with_room(x[:, :, :room], room) for x in (k, v))
+        return replace(self, k=k, v=v, length=tokens)
 
     def extend(self, k: Tensor, v: Tensor) -> Self:
         """Returns the cache with k [B, G, T', K] and v [B, G, T', V] added, cast to its dtype.
@@ -48,6 +82,8 @@ class KVCache(MixerState):
         The tensors are changed in place if they have room. With gradients on, a copy is changed, because autograd needs
         the old tensors.
         """
+        if isinstance(self.length, Tensor):
+            return self._extended_rows(k, v, self.length)
         return replace(
             self,
             k=extended(self.k, k, self.length, self.limit, dim=2),
@@ -55,61 +91,32 @@ class KVCache(MixerState):
             length=self.length + k.shape[2],
         )
 
+    def _extended_rows(self, k: Tensor, v: Tensor, length: Tensor) -> Self:
+        """Returns what `extend` does, for rows that have read different numbers of tokens, `length` [B]."""
+        room, new = self.k.shape[2], k.shape[2]
+        kept, place = min(new, room), length[:, None]
+        if new > 1:
+            place = place + torch.arange(new - kept, new, device=length.device)
+        place = (place % room)[:, None, :, None]
+        whole = []
+        for held, more in ((self.k, k[:, :, new - kept :]), (self.v, v[:, :, new - kept :])):
+            held = held.clone() if torch.is_grad_enabled() else held
+            whole.append(held.scatter_(2, place.expand(more.shape), more.to(held.dtype)))
+        return replace(self, k=whole[0], v=whole[1], length=length + new)
+
     def filled(self) -> tuple[Tensor, Tensor]:
-        """Returns k and v of the tokens held, in any order."""
+        """Returns k and v of the tokens held, in any order; the whole room if rows differ in length."""
+        if isinstance(self.length, Tensor):
+            return self.k, self.v
         n = self.length if self.limit is None else min(self.length, self.limit)
         return self.k[:, :, :n], self.v[:, :, :n]
 
     def ordered(self) -> tuple[Tensor, Tensor]:
-        """Returns k and v of the tokens held, oldest first."""
+        """Returns k and v of the tokens held, oldest first. Raises RuntimeError if rows differ in length."""
+        if isinstance(self.length, Tensor):
+            raise RuntimeError("rows of different lengths are ordered by `ordered_rows`")
         k, v = self.filled()
         return in_order(k, self.length, self.limit, dim=2), in_order(v, self.length, self.limit, dim=2)
-
-
-@dataclass
-class WindowCache(KVCache):
-    """Holds the last tokens of a window: a `KVCache` with a limit.
-
-    If the cache has room for all tokens that it can hold, its rows may differ in length: `length` is then int64 [B].
-    """
-
-    counters: ClassVar[tuple[str, ...] | None] = ("length",)
-
-    length: int | Tensor = 0  # type: ignore[assignment]
-
-    def with_all_room(self) -> WindowCache:
-        """Returns the cache with room for all tokens that it can hold, zeros where none is held yet."""
-        if self.limit is None:
-            raise RuntimeError("the cache of a window has a limit")
-        k, v = (_with_room(x, self.limit) for x in self.filled())
-        return replace(self, k=k, v=v)
-
-    def of_one_more(self, k: Tensor, v: Tensor, length: Tensor) -> tuple[WindowCache, Tensor]:
-        """Writes k [B, G, 1, K] and v [B, G, 1, V] after `length` tokens, int64 [B], in place if gradients are off.
-
-        Returns the cache, and the mask [B, 1, 1, room] of the keys and values that hold a token.
-        """
-        room = self.k.shape[2]
-        seen = torch.arange(room, device=length.device) <= length[:, None, None, None]
-        return self._written(k, v, (length % room)[:, None], length + 1), seen
-
-    def of_more(self, k: Tensor, v: Tensor, length: Tensor) -> WindowCache:
-        """Writes k [B, G, T', K] and v [B, G, T', V] after `length` tokens, int64 [B], in place if gradients are off.
-
-        Returns the cache.
-        """
-        room, new = self.k.shape[2], k.shape[2]
-        kept = min(new, room)
-        place = (length[:, None] + torch.arange(new - kept, new, device=length.device)) % room
-        return self._written(k[:, :, new - kept :], v[:, :, new - kept :], place, length + new)
-
-    def _written(self, k: Tensor, v: Tensor, place: Tensor, length: Tensor) -> WindowCache:
-        """Returns the cache of `length` tokens, with k and v of T' tokens at `place`, int64 [B, T']."""
-        whole = []
-        for held, new in ((self.k, k), (self.v, v)):
-            held = held.clone() if torch.is_grad_enabled() else held  # autograd needs the old one
-            whole.append(held.scatter_(2, place[:, None, :, None].expand(new.shape), new.to(held.dtype)))
-        return replace(self, k=whole[0], v=whole[1], length=length)
 
     def ordered_rows(self, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns k and v of the last tokens, oldest first, where rows have read `length` tokens, int64 [B].
@@ -121,6 +128,11 @@ class WindowCache(KVCache):
         place = (position % room)[:, None, :, None]
         k, v = (held.gather(2, place.expand(*held.shape[:2], -1, held.shape[3])) for held in (self.k, self.v))
         return k, v, position >= 0
+
+
+@dataclass
+class WindowCache(KVCache):
+    """Holds the last tokens of a window: a `KVCache` with a limit."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ MASK_ELEMENTS = 1 << 23
 @dataclass
 class GatedCache(MixerState):
     """Holds keys, values and the sum L of log_g, float64 [B, G]. The last channels of a key hold L up to this key."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
 
     cache: KVCache
     log_sum: Tensor
@@ -94,6 +96,11 @@ class GatedScores(AttentionMixer):
         q, k = gated_queries(q.to(cache.k.dtype)), gated_keys(k.to(cache.k.dtype), sums)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache, sums
 
+    def attend_in(self, cache: KVCache, q: Tensor) -> Tensor:
+        """Returns the outputs [B, H, T', V] of q [B, H, T', K], the queries of the last T' tokens in a cache."""
+        length = cache.length if isinstance(cache.length, Tensor) else None
+        return attend_to_past(q.to(cache.k.dtype), *cache.filled(), length=length, scale=self.head_dim**-0.5)
+
     def zero_sums(self, cache: KVCache) -> Tensor:
         """Returns the sums of gates before the first token, float64 [B, G]."""
         check_float64(cache.k.device)
@@ -151,7 +158,7 @@ class SoftmaxAttention(GatedScores):
         q, k, v, before, sums = self.heads_of_step(x, state)
         cache = before.extend(k, v)
         with nullcontext() if sums is None else without_autocast(x):  # it would round the sums in the keys
-            y = attend_to_past(q.to(cache.k.dtype), *cache.filled(), scale=self.head_dim**-0.5)
+            y = self.attend_in(cache, q)
         return y.transpose(1, 2).to(x.dtype), before, cache, sums
 
 
@@ -197,22 +204,31 @@ def attend(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def attend_to_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+def attend_to_past(
+    q: Tensor, k: Tensor, v: Tensor, *, length: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """Computes causal attention of the last T of S tokens; see `attend`.
 
-    q is [B, H, T, K], k [B, G, S, K], v [B, G, S, V].
+    Args:
+        q: [B, H, T, K].
+        k: [B, G, S, K].
+        v: [B, G, S, V].
+        length: int64 [B], the tokens of every row, of which the queries are the last; None: all rows have S tokens.
+            If T is 1, it may be more than S: all S keys are then seen.
+        scale: the factor of the scores; 1 / sqrt(K) if None.
     """
     new, total = q.shape[2], k.shape[2]
     if new == 1:
-        return attend(q, k, v, scale=scale)
-    if new == total:
+        seen = None if length is None else torch.arange(total, device=q.device) < length[:, None, None, None]
+        return attend(q, k, v, mask=seen, scale=scale)
+    if length is None and new == total:
         return attend(q, k, v, causal=True, scale=scale)
     position = torch.arange(total, device=q.device)
+    ends = torch.arange(1 - new, 1, device=q.device) + (total if length is None else length[:, None, None])
     blocks = q.split(max(1, MASK_ELEMENTS // total), dim=2)
-    rows = position[total - new :].split(blocks[0].shape[2])
     outs = []
-    for block, row in zip(blocks, rows, strict=True):
-        outs.append(attend(block, k, v, mask=row[:, None] >= position, scale=scale))
+    for block, end in zip(blocks, ends.split(blocks[0].shape[2], dim=-1), strict=True):
+        outs.append(attend(block, k, v, mask=position < end[..., None], scale=scale))
     return concatenated(outs, dim=2)
 
 

@@ -53,10 +53,15 @@ class MixerState:
         """Returns the bytes of all tensors held, over the whole batch."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def with_all_room(self) -> Self:
-        """Returns the state with tensors of their largest size, where `counters` can be tensors."""
+    def with_all_room(self, most: int | None = None) -> Self:
+        """Returns the state with tensors of their largest size, where `counters` can be tensors.
+
+        Args:
+            most: the number of tokens that a sequence reads at most; None: any number. Then caches of all tokens stay
+                as they are.
+        """
         nested = {name: item for name, item in vars(self).items() if isinstance(item, MixerState)}
-        return replace(self, **{name: item.with_all_room() for name, item in nested.items()}) if nested else self
+        return replace(self, **{name: item.with_all_room(most) for name, item in nested.items()}) if nested else self
 
     def clone(self) -> Self:
         """Copies the state and its tensors, so that both can be continued."""

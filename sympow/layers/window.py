@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -31,9 +31,7 @@ LEAST_BLOCK, MOST_BLOCK = 128, 1024
 
 @dataclass
 class GatedWindowCache(GatedCache):
-    """Holds the last tokens of a window with a gate: a `GatedCache` whose rows may differ in length."""
-
-    counters: ClassVar[tuple[str, ...] | None] = ()
+    """Holds the last tokens of a window with a gate."""
 
     cache: WindowCache
 
@@ -96,7 +94,7 @@ class WindowAttention(GatedScores):
             y = self._behind(cache, q, k, v).transpose(1, 2).to(x.dtype)
 
         def after(n: int) -> WindowCache | GatedWindowCache:
-            held = _after(cache, k[:, :, :n], v[:, :, :n]) if n else cache
+            held = cache.extend(k[:, :, :n], v[:, :, :n]) if n else cache
             if sums is None:
                 return held
             return GatedWindowCache(held, sums[:, n - 1].clone() if n else state.log_sum)
@@ -113,16 +111,11 @@ class WindowAttention(GatedScores):
 
     def _continued(self, cache: WindowCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, WindowCache]:
         """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V] behind a cache, and the cache after."""
-        scale = self.head_dim**-0.5
-        length = cache.length
-        if isinstance(length, Tensor) and q.shape[2] == 1:
-            cache, seen = cache.of_one_more(k, v, length)
-            return attend(q.to(cache.k.dtype), cache.k, cache.v, mask=seen, scale=scale), cache
-        if not isinstance(length, Tensor) and q.shape[2] == 1:
+        if q.shape[2] == 1:
             cache = cache.extend(k, v)
-            return attend(q.to(cache.k.dtype), *cache.filled(), scale=scale), cache
+            return self.attend_in(cache, q), cache
         y = self._behind(cache, q, k, v)
-        return y, _after(cache, k, v)  # the past was read already, because the cache may overwrite it
+        return y, cache.extend(k, v)  # the past was read already, because the cache may overwrite it
 
     def _behind(self, past: WindowCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V], which follow the tokens of `past`."""
@@ -167,11 +160,6 @@ def _windowed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *r
 def _near(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Computes `_windowed` in plain torch. Documents have too many lengths for flex_attention."""
     return _windowed(attend_in_window, q, k, v, *rest)
-
-
-def _after(cache: WindowCache, k: Tensor, v: Tensor) -> WindowCache:
-    """Returns the cache with k [B, G, T', K] and v [B, G, T', V] added, also to rows of different lengths."""
-    return cache.of_more(k, v, cache.length) if isinstance(cache.length, Tensor) else cache.extend(k, v)
 
 
 def checked_window(window: int) -> int:

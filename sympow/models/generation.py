@@ -237,19 +237,22 @@ def _steps(
     if logits is None:
         raise RuntimeError("nothing was read before the first token was drawn")
     token = draw(logits)
-    yield Drawn(token, lambda: state)
+    yield Drawn(token, partial(_same, state))
     if drafts is not None:
         text = [*prompt[0].tolist(), int(token)]
         more = speculative_steps(model, token, state, max_new_tokens - 1, draw, drafts, text)
         yield from (Drawn(token, partial(_same, after)) for token, after in more)
         return
     read = before.tokens + prompt.shape[1]
-    slots = Slots.with_graphs(model, state, read) if max_new_tokens >= _GRAPHED else None
-    for _ in range(max_new_tokens - 1):
-        if slots is not None:
+    most = read + max_new_tokens - 1  # the last token is drawn and not read
+    slots = Slots.with_graphs(model, state, read, most) if max_new_tokens >= _GRAPHED else None
+    if slots is not None:
+        del before, state  # the slots have copies, and two caches of a long text may not fit
+        for _ in range(max_new_tokens - 1):
             token = draw(slots.step(token))
             yield Drawn(token, slots.equal)
-            continue
+        return
+    for _ in range(max_new_tokens - 1):
         logits, state = model.step(token[:, None], state)
         token = draw(logits)
         yield Drawn(token, partial(_same, state))

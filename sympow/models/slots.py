@@ -23,7 +23,7 @@ from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import ModelState
 from sympow.models.step_graphs import StepGraphs
 from sympow.ops import DecodingState
-from sympow.ops.memory import check_memory
+from sympow.ops.memory import check_memory, memory_of
 
 _COUNTERS = 20  # bytes of a slot's length, position and number
 
@@ -51,7 +51,8 @@ class Slots:
 
     States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
     key/value caches of softmax attention, every sequence keeps its own state, and the mixer is stepped row by row. The
-    results are the same, but steps are slower.
+    results are the same, but steps are slower. `holding` stores these caches as one batch too, if it is known how many
+    tokens a sequence reads at most.
 
     On a GPU a step of a model that has only states of the first kind is a CUDA graph. There is one graph for each
     number of rows (rounded up). Without graphs, most of the time would go into launching small kernels.
@@ -68,37 +69,56 @@ class Slots:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
         each = sum(tensor.nbytes for tensor in model.init_state(1).tensors()) + _COUNTERS
         check_memory(f"a state for {capacity:,} slots", capacity * each, model.embedding.weight.device)
-        self._begin(model, capacity, model.init_state(capacity))
+        self._begin(model, capacity, _with_all_room(model.init_state(capacity), None))
 
     @classmethod
-    def holding(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
-        """Returns slots that the sequences of a batch fill, or None if a mixer would be stepped row by row.
+    def holding(cls, model: Steps, state: ModelState, tokens: int, most: int | None = None) -> Slots | None:
+        """Returns slots that the sequences of a batch fill.
+
+        The result is None if a mixer would be stepped row by row, and if there is not enough memory for the slots.
 
         Args:
             model: the model.
             state: of sequences of equal length. The slots take over its decoding states, so that these are in memory
                 only once, and copy the rest. Steps overwrite the decoding states.
             tokens: the number of tokens that each sequence has read.
+            most: the number of tokens that a sequence reads at most, these included. Key/value caches of softmax
+                attention then have room for as many. None: any number. Then a model with such caches has no slots.
         """
         slots, batch = cls.__new__(cls), next((tensor.shape[0] for tensor in state.tensors()), 1)
-        own = _rebuilt(state, lambda leaf: leaf if isinstance(leaf, DecodingState) else leaf.clone())
-        slots._begin(model, batch, _with_all_room(own))
-        if not slots.as_one_batch:
+        planned = _with_all_room(state.mapped(lambda tensor: tensor.to("meta")), most)
+        slots._begin(model, batch, planned, most)
+        copied = sum(leaf.nbytes for leaf, _ in _leaves(slots._held, slots._held) if isinstance(leaf, Tensor))
+        memory = memory_of(model.embedding.weight.device)
+        if not slots.as_one_batch or (memory is not None and copied > memory.free):
             return None
+        given = {tensor.data_ptr() for tensor in state.tensors()}
+
+        def owned(leaf: Leaf) -> Leaf:
+            return leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() in given else leaf
+
+        slots._begin(model, batch, _rebuilt(_with_all_room(state, most), owned), most)
         for row in range(slots.capacity):
             slots._set_length(row, tokens)
         slots._set_count(slots.capacity)
         return slots
 
     @classmethod
-    def with_graphs(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
+    def with_graphs(cls, model: Steps, state: ModelState, tokens: int, most: int | None = None) -> Slots | None:
         """Returns the result of `holding` if steps are CUDA graphs, otherwise None."""
-        return cls.holding(model, state, tokens) if model.embedding.weight.device.type == "cuda" else None
+        return cls.holding(model, state, tokens, most) if model.embedding.weight.device.type == "cuda" else None
 
-    def _begin(self, model: Steps, capacity: int, state: ModelState) -> None:
-        """Sets up slots without sequences. `state` is of `capacity` sequences, and its tensors become the slots."""
+    def _begin(self, model: Steps, capacity: int, state: ModelState, most: int | None = None) -> None:
+        """Sets up slots without sequences.
+
+        Args:
+            model: the model.
+            capacity: sequences held at most.
+            state: of so many sequences, with all room. Its tensors become the slots.
+            most: the number of tokens that a sequence reads at most.
+        """
         self.capacity, self.count = capacity, 0
-        self._model = model
+        self._model, self._most = model, most
         self._lengths = [0] * capacity
         self._position = torch.zeros(capacity, dtype=torch.int64, device=model.embedding.weight.device)
         # The slot of every row in the pools of decoding states: first of those in use, then of those that are free.
@@ -133,13 +153,14 @@ class Slots:
         """Copies the state of one sequence, after so many tokens, into a free slot, and returns its row.
 
         The state of several sequences of equal length is put into as many rows, where all mixers are stepped
-        `as_one_batch`. Raises RuntimeError where there are too few free slots.
+        `as_one_batch`. Raises RuntimeError where there are too few free slots, or no room for so many tokens.
         """
+        self._check_room(tokens)
         row = self.count
         batch = next((tensor.shape[0] for tensor in state.tensors()), 1)
         if row + batch > self.capacity:
             raise RuntimeError(f"{self.capacity - row} of {self.capacity} slots are free; got {batch} sequences")
-        for held, given in _leaves(self._held, _with_all_room(state)):
+        for held, given in _leaves(self._held, _with_all_room(state, self._most)):
             if isinstance(held, RowStates):
                 if batch > 1:
                     raise RuntimeError("the caches of several sequences cannot be put into slots at once")
@@ -189,8 +210,9 @@ class Slots:
     def step(self, tokens: Tensor) -> Tensor:
         """Reads one more token in every row in use: maps int64 [count] to logits [count, vocab_size].
 
-        The next step may overwrite the logits.
+        The next step may overwrite the logits. Raises RuntimeError where a row has no room for the token.
         """
+        self._check_room(max(self._lengths[: self.count], default=0) + 1)
         graphs = self._graphs
         if graphs is not None:
             logits = graphs.step(tokens, self._rows)
@@ -233,13 +255,18 @@ class Slots:
             if isinstance(leaf, DecodingState):
                 whole = self._in_order and rows == slice(0, self.capacity)
                 return leaf if whole else leaf.at(self._slots[rows]).taken()
-            return tokens if leaf is self._position else leaf[rows]
+            return leaf[rows]
 
-        return _rebuilt(self._held, cut)
+        cut_rows = _rebuilt(self._held, cut)
+        return _of_mixers(cut_rows, lambda mixer: mixer.counting(tokens) if mixer.rows_may_differ else mixer)
 
     def _check(self, row: int) -> None:
         if not 0 <= row < self.count:
             raise IndexError(f"{self.count} rows are in use, from 0 on; got {row}")
+
+    def _check_room(self, tokens: int) -> None:
+        if self._most is not None and tokens > self._most:
+            raise RuntimeError(f"these slots have room for sequences of {self._most:,} tokens; got one of {tokens:,}")
 
     def _set_length(self, row: int, tokens: int) -> None:
         self._lengths[row] = tokens
@@ -250,25 +277,28 @@ class Slots:
         self._view = None
 
 
-def _slotted(state: Any, position: Tensor) -> Any:
-    """Returns the state of a batch with `position` in place of counters, and `RowStates` for mixers that need them."""
+def _of_mixers(state: Any, function: Callable[[MixerState], MixerState]) -> Any:
+    """Returns the state of a model with function(state) in place of the state of every mixer."""
     if isinstance(state, list):
-        return [_slotted(item, position) for item in state]
+        return [_of_mixers(item, function) for item in state]
     if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
-        return _with_fields(state, lambda name, item: _slotted(item, position))
-    if isinstance(state, MixerState):
-        return state.with_all_room().counting(position) if state.rows_may_differ else RowStates([])
-    return state
+        return _with_fields(state, lambda name, item: _of_mixers(item, function))
+    return function(state) if isinstance(state, MixerState) else state
 
 
-def _with_all_room(state: Any) -> Any:
+def _slotted(state: ModelState, position: Tensor) -> ModelState:
+    """Returns the state of a batch with `position` in place of counters, and `RowStates` for mixers that need them."""
+    return _of_mixers(state, lambda mixer: mixer.counting(position) if mixer.rows_may_differ else RowStates([]))
+
+
+def _with_all_room(state: ModelState, most: int | None) -> ModelState:
     """Returns the state of a model with the states of mixers as they are held, see `MixerState.with_all_room`."""
-    if isinstance(state, list):
-        return [_with_all_room(item) for item in state]
-    if not isinstance(state, MixerState | ModelState):
-        return state
-    whole = state.with_all_room() if isinstance(state, MixerState) and state.rows_may_differ else state
-    return _with_fields(whole, lambda name, item: _with_all_room(item))
+
+    def grown(mixer: MixerState) -> MixerState:
+        whole = mixer.with_all_room(most)
+        return whole if whole.rows_may_differ else mixer
+
+    return _of_mixers(state, grown)
 
 
 def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import torch
 
-from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.models import HYBRID, LanguageModel, MixerConfig, ModelConfig
 
 VOCAB = 61
 # All mixers with a step form, in small.
@@ -30,6 +30,8 @@ CASES = {
     **{name: {"mixers": (MixerConfig(name, options),)} for name, options in MIXERS.items()},
     "data-dependent rotation": {"mixers": (MixerConfig("power", {"rotation": "data"}),)},
     "gated softmax": {"mixers": (MixerConfig("softmax", {"gate": True}),)},
+    "grouped softmax": {"body": "llama", "n_kv_heads": 2, "mixers": (MixerConfig("softmax"),)},
+    "recommended hybrid": {"mixers": (MixerConfig("hybrid_heads", {"window": 5}), HYBRID[3])},
     "elu": {"mixers": (MixerConfig("linear", {"feature_map": "elu+1"}),)},
     "llama": {"body": "llama", "n_kv_heads": 2},
     "rwkv7 body": {"body": "rwkv7"},

@@ -18,7 +18,9 @@ from sympow.integrations.transformers import (
     to_native,
 )
 from sympow.integrations.transformers.folders import from_native
+from sympow.integrations.transformers.stepping import ModelSteps
 from sympow.models import LanguageModel, MixerConfig
+from sympow.models.slots import Slots
 from sympow.training import TrainingConfig, make_optimizer
 from sympow.training.optimizer import muon_weights
 from tests.integrations.small import VOCAB, small_config, small_model
@@ -260,6 +262,36 @@ def test_a_cache_is_reordered_selected_repeated_and_reset(native, tokens):
     assert_close(logits_of(cache, [0, 0, 1, 1, 2, 2, 3, 3]), expected.repeat_interleave(2, 0), **CLOSE)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.batch_size == -1
+
+
+@pytest.mark.parametrize("case", ["power", "grouped softmax", "recommended hybrid"])
+@torch.no_grad()
+def test_generate_in_slots(case, tokens, monkeypatch):
+    """As on a GPU. Slots know from `generate` how many tokens they hold. What is read later is read without them."""
+    model, made = from_native(small_model(case)), []
+
+    def holding(*given):
+        made.append(Slots.holding(*given))
+        return made[-1]
+
+    def logits_in_slots(model, tokens, mask, cache, keep):
+        return cache.stepped(tokens, ModelSteps(model)) if tokens.shape[1:] == (1,) and cache is not None else None
+
+    expected = model.generate(tokens[:, :9], max_new_tokens=12, do_sample=False, use_cache=False)
+    monkeypatch.setattr(Slots, "with_graphs", holding)
+    monkeypatch.setattr("sympow.integrations.transformers.modeling.logits_by_graph", logits_in_slots)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    found = model.generate(tokens[:, :9], **options)
+    assert torch.equal(found.sequences, expected)
+    assert len(made) == 1 and made[0] is not None
+    cache, whole = found.past_key_values, expected
+    for _ in range(3):
+        logits = model(whole[:, -1:], past_key_values=cache).logits
+        assert_close(logits[:, -1], model(whole, use_cache=False).logits[:, -1], **CLOSE)
+        whole = torch.cat([whole, logits[:, -1:].argmax(-1)], dim=1)
+    again = model.generate(whole, past_key_values=cache, **options).sequences
+    assert torch.equal(again, model.generate(whole, max_new_tokens=12, do_sample=False, use_cache=False))
+    assert made[-1] is not None
 
 
 @pytest.mark.parametrize("case", ["power", "softmax", "hybrid", "rwkv7 body", "hyena", "llama"])

@@ -52,9 +52,10 @@ def test_padding_keeps_rows_apart():
     assert_close(found[:1, 6:], alone, **CLOSE)
 
 
+@pytest.mark.parametrize("case", ["power", "grouped softmax", "recommended hybrid"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}])
-def test_generate_gives_the_tokens_of_a_model_without_a_cache(options):
-    model = from_native(small_model("power")).cuda()
+def test_generate_gives_the_tokens_of_a_model_without_a_cache(case, options):
+    model = from_native(small_model(case)).cuda()
     prompt = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(5)).cuda()
     found = []
     for use_cache in (True, False):

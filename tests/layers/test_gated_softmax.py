@@ -74,17 +74,25 @@ def in_one_batch(layer, x, lengths):
     """The state of rows of x [B, T, d] that have read different numbers of tokens."""
     states = []
     for i, length in enumerate(lengths):
-        states.append(layer.step(x[i : i + 1, :length], layer.init_state(1))[1].with_all_room())
+        states.append(layer.step(x[i : i + 1, :length], layer.init_state(1))[1].with_all_room(x.shape[1]))
     assert states[0].rows_may_differ
     tensors = iter([torch.cat(parts) for parts in zip(*(list(state.tensors()) for state in states), strict=True)])
     return states[0].mapped(lambda _: next(tensors)).counting(torch.tensor(lengths))
 
 
+def of_window(window, **options):
+    """A layer with a window of 6 tokens, or of all."""
+    layer = WindowAttention(16, 2, window=6, **options) if window else SoftmaxAttention(16, 2, **options)
+    layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    return layer.double()
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("window", [True, False])
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("taken", [0, 2, 9])
-def test_a_window_takes_tokens_back_in_rows_of_different_lengths(gate, taken):
-    layer = WindowAttention(16, 2, window=6, gate=gate, gate_bias=(-1, 1)).double()
+def test_tokens_are_taken_back_in_rows_of_different_lengths(window, gate, taken):
+    layer = of_window(window, gate=gate, gate_bias=(-1, 1), n_kv_heads=1)
     x, lengths = normal(2, 40, 16), (3, 17)
     wanted = layer(x)
 
@@ -97,10 +105,11 @@ def test_a_window_takes_tokens_back_in_rows_of_different_lengths(gate, taken):
     torch.testing.assert_close(y, parts(wanted, taken, 4), **TIGHT)
 
 
+@pytest.mark.parametrize("window", [True, False])
 @pytest.mark.parametrize("gate", [False, True])
-def test_a_window_has_gradients_through_steps_of_rows_of_different_lengths(gate):
-    layer = WindowAttention(16, 2, window=6, gate=gate, gate_bias=(-1, 1)).double()
-    state = layer.init_state(2).with_all_room().counting(torch.zeros(2, dtype=torch.int64))
+def test_gradients_go_through_steps_of_rows_of_different_lengths(window, gate):
+    layer = of_window(window, gate=gate, gate_bias=(-1, 1))
+    state = layer.init_state(2).with_all_room(20).counting(torch.zeros(2, dtype=torch.int64))
     x, outs = normal(2, 20, 16).requires_grad_(), []
     for piece in x.split([7, 1, 1, 11], dim=1):
         y, state = layer.step(piece, state)
@@ -110,8 +119,9 @@ def test_a_window_has_gradients_through_steps_of_rows_of_different_lengths(gate)
 
 
 @torch.no_grad()
-def test_a_gated_window_steps_rows_of_different_lengths():
-    layer = WindowAttention(16, 2, window=6, gate=True, gate_bias=(-1, 1)).double()
+@pytest.mark.parametrize("window", [True, False])
+def test_gates_in_steps_of_rows_of_different_lengths(window):
+    layer = of_window(window, gate=True, gate_bias=(-1, 1))
     x, lengths = normal(2, 30, 16), (3, 17)
     state = in_one_batch(layer, x, lengths)
     for i in range(8):

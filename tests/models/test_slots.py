@@ -3,13 +3,16 @@
 import pytest
 import torch
 
-from sympow.models import Context, generate
+from sympow.layers.state_file import serialize
+from sympow.models import Context, LanguageModel, MixerConfig, ModelConfig, generate, stream
 from sympow.models.slots import Slots
 from sympow.models.step_graphs import rounded
 from sympow.ops import DecodingState
+from sympow.ops.memory import Memory
 from tests.integrations.small import CASES, VOCAB, small_model
 
 LENGTHS, NEW = (3, 17, 8, 30), 9
+GROWING = ["softmax", "grouped softmax", "gated softmax", "hybrid", "recommended hybrid"]  # with caches of all tokens
 
 
 def prompts():
@@ -117,6 +120,8 @@ def test_a_state_that_slots_take_over_is_in_memory_once(case, monkeypatch):
     first = [layer.s for layer in decoding_states(begun.state)]
     context = begun.read(model, prompt, chunk=4)
     assert [layer.s.data_ptr() for layer in decoding_states(context.state)] == [s.data_ptr() for s in first]
+    free = Memory(first[0].nbytes, first[0].nbytes)  # less than all sums, which need no memory
+    monkeypatch.setattr("sympow.models.slots.memory_of", lambda device: free)
     slots = Slots.holding(model, context.state, 7)
     assert slots.count == slots.capacity == 2
     other = Context.begin(model, 2).read(model, prompt).state
@@ -141,9 +146,115 @@ def decoding_states(value):
     return [each for item in items for each in decoding_states(item)]
 
 
-def test_slots_do_not_take_over_what_is_stepped_row_by_row():
-    hybrid = small_model("hybrid")
-    assert Slots.holding(hybrid, Context.begin(hybrid).read(hybrid, prompts()[0]).state, LENGTHS[0]) is None
+def alike(state, other):
+    """Whether states have the same form, and hold the same numbers but for rounding. Spare room does not count."""
+    (mine, tree), (its, other_tree) = (vars(serialize(each)).values() for each in (state, other))
+    sizes = [[tensor.shape for tensor in each.tensors()] for each in (state, other)]
+    return tree == other_tree and sizes[0] == sizes[1] and all(map(torch.allclose, mine.values(), its.values()))
+
+
+@pytest.mark.parametrize("case", GROWING)
+@pytest.mark.parametrize(("read", "most"), [(7, 16), (7, 31), (14, 17), (1, 2)])
+@torch.no_grad()
+def test_caches_of_all_tokens_are_one_batch_where_the_greatest_length_is_known(case, read, most):
+    """Until they are full. The state of all rows has the form that `step` gives, and goes on."""
+    model = small_model(case).double()
+    prompt = torch.cat([prompt[:, :read] for prompt in prompts() if prompt.shape[1] >= read])
+    state = Context.begin(model, len(prompt)).read(model, prompt, chunk=5).state
+    before = state.clone()
+    slots = Slots.holding(model, state, read, most)
+    for token in range(read, most):
+        tokens = torch.arange(len(prompt)) + token
+        expected, state = model.step(tokens[:, None], state)
+        torch.testing.assert_close(slots.step(tokens), expected)
+        assert alike(slots.equal(), state)
+    with pytest.raises(
+        RuntimeError, match=f"these slots have room for sequences of {most} tokens; got one of {most + 1}"
+    ):
+        slots.step(tokens)
+    taken = slots.equal()
+    logits, after = model.step(tokens[:, None], taken.clone())
+    expected, state = model.step(tokens[:, None], state)
+    torch.testing.assert_close(logits, expected)
+    assert alike(after, state)
+    assert Slots.holding(model, before, read) is None
+
+
+@pytest.mark.parametrize("case", GROWING)
+@torch.no_grad()
+def test_rows_of_caches_with_room_may_differ_in_length(case):
+    """A row is freed, and used again by a longer and by a shorter sequence."""
+    model, most = small_model(case).double(), 20
+    contexts = [Context.begin(model).read(model, prompt) for prompt in prompts()]
+    first = Context.begin(model, 2).read(model, prompts()[2].expand(2, -1)).state
+    alone = [contexts[2].state, contexts[2].state.clone()]
+    slots = Slots.holding(model, first, 8, most)
+    for row, length in ((1, 0), (0, 1)):
+        slots.release(row)
+        alone = [*alone[:row], *alone[row + 1 :], contexts[length].state.clone()]
+        assert slots.put(contexts[length].state, contexts[length].tokens) == 1
+        for token in (5, 9, 4):
+            logits = slots.step(torch.tensor([token, token + 1]))
+            for i in range(2):
+                expected, alone[i] = model.step(torch.tensor([[token + i]]), alone[i])
+                torch.testing.assert_close(logits[i : i + 1], expected)
+    assert all(alike(slots.take(row), state) for row, state in enumerate(alone))
+    slots.release(1)
+    with pytest.raises(RuntimeError, match="room for sequences of 20 tokens; got one of 30"):
+        slots.put(contexts[3].state, 30)
+
+
+@pytest.mark.parametrize("case", GROWING)
+@pytest.mark.parametrize("new", [16, 40])
+def test_generate_in_slots_is_generate_step_by_step(case, new, monkeypatch):
+    """As on a GPU. The state after every token is the same, too, and the context that was continued is unchanged."""
+    model, room = small_model(case).double(), []
+    context = Context.begin(model).read(model, prompts()[1])
+    before = context.clone()
+
+    def drawn():
+        given = {"temperature": 1.5, "context": context, "prefill_chunk": 3}
+        return [(int(each.token), each.state.clone()) for each in stream(model, prompts()[2], new, **given)]
+
+    expected = drawn()
+
+    def holding(model, state, tokens, most):
+        room.append((tokens, most))
+        return Slots.holding(model, state, tokens, most)
+
+    monkeypatch.setattr(Slots, "with_graphs", holding)
+    found = drawn()
+    assert room == [(25, 25 + new - 1)]
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    assert all(alike(own, other) for (_, own), (_, other) in zip(found, expected, strict=True))
+    assert alike(context.state, before.state)
+
+
+def test_no_slots_are_made_for_which_there_is_no_memory(monkeypatch):
+    model = small_model("softmax")
+    state = Context.begin(model).read(model, prompts()[0]).state
+    needed = Slots.holding(model, state, LENGTHS[0], 1000).nbytes - 2 * 8  # without the lengths of two layers
+    for free in (needed - 1, needed):
+        monkeypatch.setattr("sympow.models.slots.memory_of", lambda device, free=free: Memory(free, free))
+        assert (Slots.holding(model, state, LENGTHS[0], 1000) is None) == (free < needed)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        ("selection", {"selection": "learned", "top_k": 3}),
+        ("blocked_window", {"window": 40}),
+        ("long_convolution", {"max_length": 40}),
+    ],
+)
+def test_what_is_stepped_row_by_row_keeps_its_form(mixer, options):
+    """Slots do not take it over, and give it no room before it needs that."""
+    model = LanguageModel(ModelConfig(VOCAB, 32, 2, 4, (MixerConfig(mixer, options),)), seed=1)
+    state = Context.begin(model).read(model, prompts()[0]).state
+    assert Slots.holding(model, state, LENGTHS[0], 30) is None
+    slots = Slots(model, 1)
+    slots.put(state, LENGTHS[0])
+    assert alike(slots.take(0), state)
 
 
 def test_rows_that_are_no_batch():
@@ -213,17 +324,27 @@ def test_graphs_step_as_the_model_does(case):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body", "data-dependent rotation"])
+@pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body", "data-dependent rotation", *GROWING])
 @torch.no_grad()
 def test_graphs_on_a_state_that_was_taken_over(case):
-    """As in `generate`; a tail is folded more than once."""
+    """As in `generate`; a tail is folded more than once, and caches of all tokens are exactly full at the end."""
     model = small_model(case).cuda()
     prompt = torch.cat([prompts()[1][:, :7], prompts()[3][:, :7]]).cuda()
     state = Context.begin(model, 2).read(model, prompt, chunk=4).state
-    slots = Slots.with_graphs(model, Context.begin(model, 2).read(model, prompt, chunk=4).state, 7)
+    slots = Slots.with_graphs(model, Context.begin(model, 2).read(model, prompt, chunk=4).state, 7, 157)
     for tokens in torch.randint(VOCAB, (150, 2), generator=torch.Generator().manual_seed(3)).cuda():
         expected, state = model.step(tokens[:, None], state)
         torch.testing.assert_close(slots.step(tokens), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("case", ["grouped softmax", "gated softmax"])
+def test_generate_by_graphs_is_generate_step_by_step(case, monkeypatch):
+    model, prompt = small_model(case).double().cuda(), prompts()[1].expand(2, -1).cuda()
+    found = generate(model, prompt, 40)
+    monkeypatch.setattr(Slots, "with_graphs", lambda *given: None)
+    expected = generate(model, prompt, 40)
+    assert torch.equal(found.tokens, expected.tokens) and found.state_nbytes == expected.state_nbytes
 
 
 def test_the_spare_room_of_a_window_does_not_count():

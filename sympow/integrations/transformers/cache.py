@@ -117,6 +117,7 @@ class SympowCache(Cache):
         groups: the indices of the sequences in each group.
         columns: the number of tokens seen, including tokens that the mask leaves out.
         before: the number of tokens read before these, and their hash, if the cache comes from a context file.
+        most: the number of tokens that `generate` reads at most, those before included; None: any number.
     """
 
     def __init__(self, config: Any):
@@ -124,6 +125,7 @@ class SympowCache(Cache):
         self.groups: list[list[int]] = []
         self.columns = 0
         self.before = (0, NO_TOKENS)
+        self.most: int | None = None
         self._padded = False  # whether the mask has left out a token of a sequence
         self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
@@ -144,12 +146,15 @@ class SympowCache(Cache):
 
         Returns logits [B, vocab_size], or None if no graph can be used. Then nothing was read.
         """
+        read = self.before[0] + self.columns
+        if read == self.most:  # the slots, if there are any, are full
+            self.settle()
         if self._slots is None:
             whole = self.groups == [list(range(tokens.shape[0]))] and not self._padded
             if not whole:
                 return None
             state = ModelState(cast(list[MixerState], self.states(0)))
-            self._slots = Slots.with_graphs(steps, state, self.before[0] + self.columns)
+            self._slots = Slots.with_graphs(steps, state, read, self.most if read < (self.most or 0) else None)
             if self._slots is None:
                 return None
             for layer in self.layers:
@@ -258,7 +263,7 @@ class SympowCache(Cache):
     def reset(self) -> None:
         """Forgets all tokens: the cache is as new."""
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
-        self._slots, self._padded = None, False
+        self._slots, self._padded, self.most = None, False, None
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 

@@ -430,7 +430,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Makes the cache of `generate` if none was given."""
+        """Makes the cache of `generate` if none was given, and tells it how many tokens it will hold at most."""
         named = generation_config.cache_implementation
         if named not in (None, "dynamic"):
             raise ValueError(f"models of sympow have a cache of their own; got cache_implementation={named!r}")
@@ -438,7 +438,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         if given is not None:
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs[CACHE] = SympowCache(self.config)
+            given = model_kwargs[CACHE] = SympowCache(self.config)
+        if isinstance(given, SympowCache):
+            given.most = given.before[0] + generation_config.max_length - 1
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: the cache of `generate_batch` is pages of keys and values alone."""
