@@ -293,7 +293,6 @@ PACKED = [
     (SoftmaxAttention, {}),
     (SoftmaxAttention, {"gate": True, "n_kv_heads": 1}),
     (WindowAttention, {"window": 20, "gate": True}),
-    (HybridHeads, {"window": 20}),
     (ShortConvolution, {"mixer": "softmax"}),
     (LinearAttention, {"feature_map": "taylor"}),
 ]
