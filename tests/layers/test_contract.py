@@ -439,10 +439,15 @@ def test_a_state_of_another_batch_is_refused(case):
         mixer.step(x, None, **mixer.extras(tokens_of(x)))
 
 
+@pytest.fixture(scope="module")
+def states():
+    """A state of two sequences of each kind, which no test may change."""
+    return {type(state): state for state in (make(other.values[0]).init_state(2) for other in STEPPED)}
+
+
 @pytest.mark.parametrize("case", STEPPED)
-def test_a_state_of_another_mixer_is_refused(case):
+def test_a_state_of_another_mixer_is_refused(case, states):
     mixer, x = make(case), sequence(2)[:, :1]
-    states = {type(state): state for state in (make(other.values[0]).init_state(2) for other in STEPPED)}
     own = type(mixer.init_state(2))
     for kind, state in states.items():
         if kind is not own:

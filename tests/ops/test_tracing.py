@@ -121,7 +121,7 @@ OTHERS = [
     (name, options, how)
     for name, sets in OPTIONS.items()
     for options in sets[: 4 if name == "selection" else 1]  # whose ways of selecting differ
-    for how in ([{}, DYNAMIC] if name in ONE_GRAPH else [{}])
+    for how in ([{}, DYNAMIC] if name in ONE_GRAPH and ("selection" not in options or "noise" in options) else [{}])
     if name not in FEW
 ]
 MIXERS = [
@@ -132,7 +132,6 @@ MIXERS = [
     (LinearAttention, {"feature_map": "taylor", "head_dim": 4}, DYNAMIC),
     (WindowAttention, {"window": 40, "n_kv_heads": 1}, DYNAMIC),
     (WindowAttention, {"window": 300}, {}),
-    (HybridHeads, {"window": 40}, {}),
     (HybridHeads, {"window": 40}, DYNAMIC),
 ]
 
@@ -146,6 +145,15 @@ def values_and_gradients(
     return [y.detach(), *torch.autograd.grad((y * rows).sum(), [x, *weights])]
 
 
+@pytest.fixture
+def one_trace():
+    """With dynamic=True the compiler traces floats of modules as inputs, finds that it must not, and traces all again.
+    `test_training_of_several_layers_needs_few_graphs` is for that."""
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
+
+
+@pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(("layer", "more", "options"), MIXERS, ids=str)
 def test_20_lengths_need_few_graphs(layer, more, options):
     mixer = layer(8, 2, **more).double()
@@ -156,7 +164,8 @@ def test_20_lengths_need_few_graphs(layer, more, options):
     for time in LENGTHS:
         x = torch.randn(1, time, 8, dtype=torch.float64, generator=generator)
         torch.testing.assert_close(values_and_gradients(compiled, x, weights), values_and_gradients(mixer, x, weights))
-    assert counters["stats"]["unique_graphs"] <= (3 if more.get("window") else 2)  # rows that a window holds, too
+    # Rows that a window holds have a graph of their own, and so has the first length where lengths are no symbols yet.
+    assert counters["stats"]["unique_graphs"] <= 1 + ("window" in more) + (options is not DYNAMIC)
     assert not counters["graph_break"]
     torch.compiler.reset()
 
@@ -178,7 +187,7 @@ def test_every_mixer_needs_few_graphs(name, options, how):
             torch.manual_seed(0)  # of random selection
             found.append(values_and_gradients(call, x, list(mixer.parameters()), **mixer.extras(tokens_of(x))))
         torch.testing.assert_close(*found)
-    assert counters["stats"]["unique_graphs"] <= 3
+    assert counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"]
     torch.compiler.reset()
 
@@ -228,19 +237,20 @@ def test_tables_in_a_graph_have_no_symbols():
 
 
 def assert_few_graphs(options, batches):
-    """Compares a compiled model of two layers with the same model on `batches`, each tokens and cu_seqlens."""
-    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),)), seed=0)
+    """Compares a compiled model of one layer with the same model on `batches`, each tokens and cu_seqlens."""
+    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig("power"),)), seed=0)
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(model, backend="aot_eager", **options)
     with torch.no_grad():
         for tokens, cu_seqlens in batches:
             torch.testing.assert_close(compiled(tokens, cu_seqlens=cu_seqlens), model(tokens, cu_seqlens=cu_seqlens))
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["stats"]["unique_graphs"] <= 1 + (options is not DYNAMIC)
     assert not counters["graph_break"]
     torch.compiler.reset()
 
 
+@pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
 def test_20_lengths_of_a_model_need_few_graphs(options):
     generator = torch.Generator().manual_seed(0)
@@ -254,21 +264,23 @@ LAYERS = [
     MixerConfig("window", {"window": 40}),
     MixerConfig("hybrid_heads", {"window": 40}),
 ]
+IN_HYBRID = ("power_delta", "window")  # which hybrid_heads has in its heads
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+@pytest.mark.parametrize("layer", [x for x in LAYERS if x.name not in IN_HYBRID], ids=lambda layer: layer.name)
 def test_training_of_several_layers_needs_few_graphs(layer):
-    """With dynamic=True a float of a module would be an input of the graph, which two layers cannot share."""
+    """With dynamic=True a float of a module would be an input of the graph, which two layers cannot share. Rows that a
+    window holds have a graph of their own, which is left to the tests of mixers."""
     model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=2, mixers=(layer,)), seed=0)
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(model, backend="aot_eager", **DYNAMIC)
-    for time in LENGTHS[::4]:
+    for time in LENGTHS[7::6]:
         tokens = torch.randint(11, (1, time), generator=torch.Generator().manual_seed(time))
         losses = [run(tokens).square().sum() for run in (compiled, model)]
         gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
-    assert counters["stats"]["unique_graphs"] <= (2 if layer.options.get("window") else 1)
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch.compiler.reset()
 
@@ -281,7 +293,6 @@ PACKED = [
     (SoftmaxAttention, {}),
     (SoftmaxAttention, {"gate": True, "n_kv_heads": 1}),
     (WindowAttention, {"window": 20, "gate": True}),
-    (HybridHeads, {"window": 20}),
     (ShortConvolution, {"mixer": "softmax"}),
     (LinearAttention, {"feature_map": "taylor"}),
 ]
@@ -295,19 +306,20 @@ def borders(time: int, documents: int, generator: torch.Generator) -> torch.Tens
 
 @pytest.mark.parametrize(("layer", "more"), PACKED, ids=str)
 def test_20_packed_batches_need_few_graphs(layer, more):
-    """One for the first batch, one for other numbers of documents, and one for other totals of tokens."""
+    """One for the first batch, and one for other numbers of documents and other totals of tokens. Totals that stay
+    are in the tests of training and of a model."""
     mixer, generator = layer(8, 2, **more).double(), torch.Generator().manual_seed(0)
     weights = list(mixer.parameters())
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
     for i, documents in enumerate(DOCUMENTS):
-        time = 50 if i < 10 else 20 + 7 * i
+        time = 50 + 7 * i
         x = torch.randn(1, time, 8, dtype=torch.float64, generator=generator)
         packing = {"cu_seqlens": borders(time, documents, generator)}
         found, expected = (values_and_gradients(call, x, weights, **packing) for call in (compiled, mixer))
         torch.testing.assert_close(found, expected)
-        assert counters["stats"]["unique_graphs"] <= (2 if i < 10 else 3)
+    assert counters["stats"]["unique_graphs"] <= 2
     torch.compiler.reset()
 
 
@@ -347,6 +359,7 @@ def test_training_on_packed_batches_needs_few_graphs(layer):
     torch.compiler.reset()
 
 
+@pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize("options", [{}, DYNAMIC], ids=str)
 def test_20_packed_batches_of_a_model_need_few_graphs(options):
     generator = torch.Generator().manual_seed(0)
@@ -512,7 +525,7 @@ def test_export_of_layers_with_a_dynamic_length(layer, more):
 
 def test_export_of_a_model_with_a_dynamic_length(tmp_path):
     """Of any batch too; the saved file is loaded again."""
-    config = ModelConfig(9, d_model=16, n_layers=2, n_heads=2, mixers=(MixerConfig("power"),), body="llama")
+    config = ModelConfig(9, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig("power"),), body="llama")
     model = LanguageModel(config, seed=0).eval()
     with torch.no_grad():
         shapes = ({0: Dim("batch"), 1: Dim("time")},)
