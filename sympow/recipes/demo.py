@@ -33,12 +33,12 @@ def _config(name: str, mixer: MixerConfig) -> RunConfig:
         training=TrainingConfig(
             context=2048,
             batch_size=2,
-            steps=220,
+            steps=150,
             optimizer="muon",
             learning_rate=1.6e-2,
-            warmup_steps=22,
-            checkpoint_every=55,
-            evaluate_every=55,
+            warmup_steps=15,
+            checkpoint_every=50,
+            evaluate_every=50,
             evaluation_batches=4,
         ),
     )
