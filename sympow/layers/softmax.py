@@ -225,7 +225,8 @@ def attend_to_past(
         return attend(q, k, v, causal=True, scale=scale)
     position = torch.arange(total, device=q.device)
     ends = torch.arange(1 - new, 1, device=q.device) + (total if length is None else length[:, None, None])
-    blocks = q.split(max(1, MASK_ELEMENTS // total), dim=2)
+    rows = 1 if length is None else len(length)  # of the mask
+    blocks = q.split(max(1, MASK_ELEMENTS // (total * rows)), dim=2)
     outs = []
     for block, end in zip(blocks, ends.split(blocks[0].shape[2], dim=-1), strict=True):
         outs.append(attend(block, k, v, mask=position < end[..., None], scale=scale))

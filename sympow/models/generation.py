@@ -247,7 +247,7 @@ def _steps(
     most = read + max_new_tokens - 1  # the last token is drawn and not read
     slots = Slots.with_graphs(model, state, read, most) if max_new_tokens >= _GRAPHED else None
     if slots is not None:
-        del before, state  # the slots have copies, and two caches of a long text may not fit
+        del before, state  # the slots have copies, so the first ones need not stay in memory
         for _ in range(max_new_tokens - 1):
             token = draw(slots.step(token))
             yield Drawn(token, slots.equal)

@@ -26,6 +26,8 @@ from sympow.ops import DecodingState
 from sympow.ops.memory import check_memory, memory_of
 
 _COUNTERS = 20  # bytes of a slot's length, position and number
+_MOST = 1 << 40  # tokens: more than any memory holds, and few enough for sizes of 64 bits
+_MARGIN = 1.25  # of the bytes of a copy: a step needs memory of its own beside the copy
 
 Leaf = Tensor | RowStates | DecodingState
 
@@ -85,19 +87,26 @@ class Slots:
             most: the number of tokens that a sequence reads at most, these included. Key/value caches of softmax
                 attention then have room for as many. None: any number. Then a model with such caches has no slots.
         """
-        slots, batch = cls.__new__(cls), next((tensor.shape[0] for tensor in state.tensors()), 1)
-        planned = _with_all_room(state.mapped(lambda tensor: tensor.to("meta")), most)
-        slots._begin(model, batch, planned, most)
-        copied = sum(leaf.nbytes for leaf, _ in _leaves(slots._held, slots._held) if isinstance(leaf, Tensor))
-        memory = memory_of(model.embedding.weight.device)
-        if not slots.as_one_batch or (memory is not None and copied > memory.free):
+        most = None if most is None else min(most, _MOST)
+        counters = torch.empty(0, dtype=torch.int64, device="meta")
+        planned = _slotted(_with_all_room(state.mapped(lambda tensor: tensor.to("meta")), most), counters)
+        leaves = [leaf for leaf, _ in _leaves(planned, planned)]
+        if any(isinstance(leaf, RowStates) for leaf in leaves):
             return None
+        copied = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        memory = memory_of(model.embedding.weight.device)
+        if memory is not None and _MARGIN * copied > memory.free:
+            return None
+        slots, batch = cls.__new__(cls), next((tensor.shape[0] for tensor in state.tensors()), 1)
         given = {tensor.data_ptr() for tensor in state.tensors()}
 
         def owned(leaf: Leaf) -> Leaf:
             return leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() in given else leaf
 
-        slots._begin(model, batch, _rebuilt(_with_all_room(state, most), owned), most)
+        try:
+            slots._begin(model, batch, _rebuilt(_with_all_room(state, most), owned), most)
+        except torch.OutOfMemoryError:  # `state` is as it was
+            return None
         for row in range(slots.capacity):
             slots._set_length(row, tokens)
         slots._set_count(slots.capacity)

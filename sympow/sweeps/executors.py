@@ -238,7 +238,7 @@ def _submitit() -> Any:
         import submitit
     except ImportError as error:
         raise ImportError(
-            "sweeps in local jobs and on Slurm need submitit: pip install 'sympow[sweep]'; "
-            "the executor process does without"
+            "sweeps in local jobs and on Slurm need submitit: pip install 'sympow[sweep]' "
+            f"({error}); the executor process does without"
         ) from error
     return submitit

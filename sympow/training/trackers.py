@@ -71,7 +71,7 @@ def _package(name: str, module: str | None = None) -> Any:
         extra = (
             f"{name}: pip install 'sympow[track]'" if name in ("wandb", "accelerate") else f"{name}: pip install {name}"
         )
-        raise ImportError(f"the tracker needs {extra}") from error
+        raise ImportError(f"the tracker needs {extra} ({error})") from error
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -284,7 +284,10 @@ def test_generate_in_slots(case, tokens, monkeypatch):
     found = model.generate(tokens[:, :9], **options)
     assert torch.equal(found.sequences, expected)
     assert len(made) == 1 and made[0] is not None
-    cache, whole = found.past_key_values, expected
+    again = model.generate(found.sequences, past_key_values=found.past_key_values, **options)  # a chat goes on
+    expected = model.generate(expected, max_new_tokens=12, do_sample=False, use_cache=False)
+    assert torch.equal(again.sequences, expected) and made[-1] is not None
+    cache, whole = again.past_key_values, expected
     for _ in range(3):
         logits = model(whole[:, -1:], past_key_values=cache).logits
         assert_close(logits[:, -1], model(whole, use_cache=False).logits[:, -1], **CLOSE)
@@ -292,6 +295,9 @@ def test_generate_in_slots(case, tokens, monkeypatch):
     again = model.generate(whole, past_key_values=cache, **options).sequences
     assert torch.equal(again, model.generate(whole, max_new_tokens=12, do_sample=False, use_cache=False))
     assert made[-1] is not None
+    made.clear()
+    model.generate(tokens[:, :9], num_beams=2, max_new_tokens=12)
+    assert case == "power" or not any(made)  # beams change places, so slots with room would be made at every token
 
 
 @pytest.mark.parametrize("case", ["power", "softmax", "hybrid", "rwkv7 body", "hyena", "llama"])

@@ -101,7 +101,9 @@ def test_a_token_sees_a_window_of_tokens_itself_included():
 def test_rows_of_different_lengths_read_chunks(monkeypatch, size, chunks):
     """A chunk is few calls of attention, however long it is. The rows have read 0, 2 and 9 tokens before."""
     layer, calls = WindowAttention(16, 2, window=size, n_kv_heads=1, value_dim=5).double(), []
-    monkeypatch.setattr(window, "attend", lambda *given, **more: calls.append(0) or softmax.attend(*given, **more))
+    attend = softmax.attend
+    for module in (softmax, window):
+        monkeypatch.setattr(module, "attend", lambda *given, **more: calls.append(0) or attend(*given, **more))
     begun, total = (0, 2, 9), sum(chunks)
     rows = [normal(1, before + total, 16, seed=before) for before in begun]
     with torch.no_grad():
@@ -113,7 +115,7 @@ def test_rows_of_different_lengths_read_chunks(monkeypatch, size, chunks):
         for chunk in x.split(chunks, dim=1):
             calls.clear()
             y, state = layer.step(chunk, state)
-            assert len(calls) <= 2
+            assert 1 <= len(calls) <= 2
             outs.append(y)
         expected = torch.cat([layer(row)[:, n:] for row, n in zip(rows, begun, strict=True)])
     assert state.length.tolist() == [n + total for n in begun]

@@ -263,6 +263,7 @@ LAYERS = [
     MixerConfig("softmax", dict(BLOCK) | {"gate": True, "rotation": "none"}),
     MixerConfig("window", {"window": 40}),
     MixerConfig("hybrid_heads", {"window": 40}),
+    MixerConfig("linear", {"feature_map": "taylor"}),
 ]
 IN_HYBRID = ("power_delta", "window")  # which hybrid_heads has in its heads
 

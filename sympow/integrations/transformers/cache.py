@@ -159,6 +159,7 @@ class SympowCache(Cache):
                 return None
             for layer in self.layers:
                 layer.states = []
+            del state  # the slots have copies
         logits = self._slots.step(tokens[:, 0]).clone()
         self.columns += 1
         return logits
@@ -167,9 +168,9 @@ class SympowCache(Cache):
         """Moves the states from the slots of CUDA graphs into the layers, if they are in slots."""
         if self._slots is None:
             return
-        slots, self._slots = self._slots, None
-        for layer, state in zip(self.layers, slots.equal().clone().layers, strict=True):
+        for layer, state in zip(self.layers, self._slots.equal().clone().layers, strict=True):
             layer.states = [state]
+        self._slots = None
 
     @property
     def nbytes(self) -> int:

@@ -428,7 +428,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         """Makes the cache of `generate` if none was given, and tells it how many tokens it will hold at most."""
         named = generation_config.cache_implementation
@@ -440,7 +440,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         elif generation_config.use_cache is not False:
             given = model_kwargs[CACHE] = SympowCache(self.config)
         if isinstance(given, SympowCache):
-            given.most = given.before[0] + generation_config.max_length - 1
+            given.settle()  # slots of an earlier call have another room
+            beams = (generation_config.num_beams or 1) > 1  # they change places, and leave the slots after every token
+            given.most = None if beams else given.before[0] + max_cache_length
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: the cache of `generate_batch` is pages of keys and values alone."""

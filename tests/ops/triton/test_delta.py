@@ -67,7 +67,7 @@ def test_half_precision(name, dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float32) for name in LONG]
-    + [(name, torch.bfloat16) for name in ("gate", "no gate", "resets", "V 70")],
+    + [(name, torch.bfloat16) for name in ("gate", "no gate", "resets", "V 70", "rows in parts")],
     ids=str,
 )
 def test_groups_of_blocks(name, dtype):
