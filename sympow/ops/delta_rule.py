@@ -153,16 +153,20 @@ def power_delta_rule_step(
         if qk_norm:
             q, k = unit_heads(q, k)
         phi_q = spow(q.to(state.dtype).unflatten(2, (k.shape[2], -1)), p)  # [B, T, G, R, D]
-        phi_k = spow(k.to(state.dtype), p)
+        phi_k = spow(k.to(state.dtype), p)[..., None, :]  # [B, T, G, 1, D]
+        phi = torch.cat((phi_q, phi_k), dim=3)
+        scores = (phi_q @ phi_k.mT)[..., 0]  # [B, T, G, R]: what a query takes of what its own token writes
         gamma = None if log_g is None else log_g.to(state.dtype).exp()
         values, beta = v.to(state.dtype), beta.to(state.dtype)
         out = state.new_empty(*phi_q.shape[:4], v.shape[-1])
         for i in range(q.shape[1]):
+            read = phi[:, i] @ state  # for queries and key at once: the state is large, and read from memory
             if gamma is not None:
                 state *= gamma[:, i, :, None, None]
-            error = values[:, i] - (phi_k[:, i, :, None] @ state)[:, :, 0]
-            state.addcmul_(phi_k[:, i, :, :, None], (beta[:, i, :, None] * error)[:, :, None])
-            out[:, i] = phi_q[:, i] @ state
+                read = read * gamma[:, i, :, None, None]
+            written = (beta[:, i, :, None] * (values[:, i] - read[:, :, -1]))[:, :, None]
+            state.addcmul_(phi_k[:, i].mT, written)
+            out[:, i] = torch.addcmul(read[:, :, :-1], scores[:, i, :, :, None], written)
         return DeltaOutput(out.flatten(2, 3).to(v.dtype), state)
 
 
