@@ -1,0 +1,16 @@
+# next.sh END GPUS: grids of learning beside the student on one GPU; results in /tmp/out/n_GRID
+. /tmp/gpu/env.sh
+END=$1; export CUDA_VISIBLE_DEVICES=0
+mins() { python3 -c "import time; print(max(0.2, ($1 - (time.time() - float(open('/tmp/began').read()))) / 60))"; }
+queue() { # until workers grids...
+  local until=$1 w=$2; shift 2
+  for g in $*; do [ $(( $(date +%s) - $(cat /tmp/began) )) -lt $until ] || break
+    python3 /tmp/gpu/r1.py $O/n_$g $(mins $until) $w $g > $O/l_n_$g.log 2>&1; stamp "n $g end"; done; }
+LAST=$(( END - 260 ))
+queue $LAST 2 search
+queue $LAST 1 short_first4
+(cp -r /tmp/repo /tmp/repo2; cp -r /tmp/gpu/kg/. /tmp/repo2/; export TREE=/tmp/repo2; . /tmp/gpu/env.sh; queue $LAST 1 keygate keygate_4096)
+queue $LAST 1 short_first16 cst_contexts
+while pgrep -f "[j]ob.py" >/dev/null && [ $(( $(date +%s) - $(cat /tmp/began) )) -lt $(( END - 40 )) ]; do sleep 1; done
+step $(( END + 5 - ($(date +%s) - $(cat /tmp/began)) )) decoding python3 -m benchmarks.conversion_decoding --device cuda --csv $O/conversion_decoding.csv
+stamp "next end"
