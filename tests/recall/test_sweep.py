@@ -187,7 +187,9 @@ def test_refused_before_anything_runs(tiny, tmp_path, options, message):
 
 def test_without_submitit_one_line_names_what_to_do(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ImportError, match=r"need submitit: pip install 'sympow\[sweep\]'; the executor process does"):
+    with pytest.raises(
+        ImportError, match=r"need submitit: pip install 'sympow\[sweep\]' \(.+\); the executor process does"
+    ):
         run_sweep(tiny, tmp_path, device="cpu", quiet=True)
 
 
