@@ -220,7 +220,7 @@ def _decoding(rows: list[Row]) -> str:
             ratio = f"{rate / max(peers):.2f}x" if any(peers) else ""
             cells += ["graph" if row["graph"] else "kernels", f"{rate:,.0f}", ratio, f"{row['state_bytes'] / 1e6:,.0f}"]
         lines.append(cells)
-    heading = "model | context | rows | a step | tokens/s | over the faster teacher | states, MB"
+    heading = "model | context | rows | a step | tokens/s | times the faster teacher | states, MB"
     return table(heading, lines, left=(0, 3))
 
 

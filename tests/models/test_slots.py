@@ -147,7 +147,7 @@ def decoding_states(value):
 
 
 def alike(state, other):
-    """Whether states have the same form, and hold the same numbers but for rounding. Spare room does not count."""
+    """Tells whether states have the same form and the same numbers but for rounding. Spare room does not count."""
     (mine, tree), (its, other_tree) = (vars(serialize(each)).values() for each in (state, other))
     sizes = [[tensor.shape for tensor in each.tensors()] for each in (state, other)]
     return tree == other_tree and sizes[0] == sizes[1] and all(map(torch.allclose, mine.values(), its.values()))
@@ -329,7 +329,7 @@ def test_graphs_step_as_the_model_does(case):
 @pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body", "data-dependent rotation", *GROWING])
 @torch.no_grad()
 def test_graphs_on_a_state_that_was_taken_over(case):
-    """As in `generate`; a tail is folded more than once, and caches of all tokens are exactly full at the end."""
+    """As in `generate`; a tail is folded more than once, and caches of all tokens reach their greatest length."""
     model = small_model(case).cuda()
     prompt = torch.cat([prompts()[1][:, :7], prompts()[3][:, :7]]).cuda()
     state = Context.begin(model, 2).read(model, prompt, chunk=4).state
