@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops import delta_reference, delta_solve
-from sympow.ops.availability import NO_TRITON, has_values, without_autocast
+from sympow.ops.availability import NO_TRITON, has_kernels, has_values, without_autocast
 from sympow.ops.delta_types import DeltaOptions, DeltaOutput
 from sympow.ops.eager_operators import delta_eager
 from sympow.ops.feature_map import spow, spow_dim
@@ -152,6 +152,10 @@ def power_delta_rule_step(
         state = state if inplace else state.clone()
         if qk_norm:
             q, k = unit_heads(q, k)
+        if has_kernels(q.device, q.dtype):
+            from sympow.ops.triton.delta_step import power_delta_step
+
+            return DeltaOutput(power_delta_step(q, k, v, beta, log_g, state, p), state)
         phi_q = spow(q.to(state.dtype).unflatten(2, (k.shape[2], -1)), p)  # [B, T, G, R, D]
         phi_k = spow(k.to(state.dtype), p)
         gamma = None if log_g is None else log_g.to(state.dtype).exp()

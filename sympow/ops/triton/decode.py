@@ -23,8 +23,8 @@ from sympow.ops.triton.primitives import power
 
 
 @triton.jit
-def _monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
-    """Returns rows of phi of the x of each head without their weights, [HEADS, ROWS]. `index` is that of `_tables`."""
+def monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
+    """Returns rows of phi of the x of each head without their weights, [HEADS, ROWS]. `index` is that of `tables`."""
     mask = (head < heads)[:, None] & (row < D)[None, :]
     x += head[:, None] * stride
     y = tl.where(mask, 1.0, 0.0)
@@ -55,7 +55,7 @@ def _fold(
         first = (blocks - 1 - back) * TOKENS
         j = first + token
         later = tl.load(tail_g + j + 1, mask=j + 1 < held, other=0.0)
-        phi = _monomials(tail_k + first * K, K, token, held - first, row, index, D, P) * root[None, :]
+        phi = monomials(tail_k + first * K, K, token, held - first, row, index, D, P) * root[None, :]
         phi *= tl.exp(tl.cumsum(later, 0, reverse=True) + after)[:, None]
         after += tl.sum(later, 0)
         tile = tail_v + j[:, None] * V + col[None, :]
@@ -94,7 +94,7 @@ def decode(
     count_sn,
     arrived,
     arrived_sn,
-    index,  # tables of the rows of a state, see `_tables`
+    index,  # tables of the rows of a state, see `tables`
     roots,
     parts,  # [B G, SPLITS + 1, HEADS, COLUMNS], workspace: the numerator's part of each program
     totals,  # [B G, SPLITS + 1, HEADS], workspace: the normalizer's parts
@@ -182,7 +182,7 @@ def decode(
             present = (row < D)[None, :, None] & (col < V)[None, None, :]
             rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
             root = tl.load(roots + row, mask=row < D, other=0.0)
-            phi = _monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
+            phi = monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
             products = phi[:, :, None] * rows
             acc += tl.sum(tl.reshape(products, [HEADS, ROWS // LANES, LANES, COLUMNS]), 1)
             if NORMALIZE:
@@ -285,7 +285,7 @@ def power_decode(
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
     parts = torch.empty(pairs, plan.splits + 1, packed, columns, device=q.device, dtype=torch.float32)
     totals = torch.empty(pairs if normalize else 0, plan.splits + 1, packed, device=q.device, dtype=torch.float32)
-    index, roots = _tables(key_dim, p, q.device)
+    index, roots = tables(key_dim, p, q.device)
     state = {"s": s, "z": z, "tail_k": tail_k, "tail_v": tail_v, "tail_g": tail_g, "count": count, "arrived": arrived}
     numbers: dict[str, Any] = {f"{name}_sn": x.stride(0) for name, x in state.items()}
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -310,7 +310,7 @@ def power_decode(
 
 
 @lru_cache(maxsize=32)
-def _tables(key_dim: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def tables(key_dim: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the p channels of every row of (M7), two a word, int32 [(p + 1) // 2, D], and its weight, float32 [D]."""
     channels = spow_indices(key_dim, p).t().contiguous()
     index = channels[::2].clone()

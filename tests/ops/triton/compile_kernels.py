@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.delta_types import DeltaOptions
+from sympow.ops.feature_map import spow_dim
 from sympow.ops.fused.cross_entropy import cross_entropy_of_rows
 from sympow.ops.fused.float32_linear import float32_linear_backward, fused_float32_linear
 from sympow.ops.fused.gated_norm import fused_gated_norm, gated_norm_backward
@@ -43,7 +44,7 @@ from sympow.ops.fused.short_convolution import (
     short_convolution_backward,
 )
 from sympow.ops.fused.unit_heads import fused_unit_heads, unit_heads_backward
-from sympow.ops.triton import context_parallel, plan, segments
+from sympow.ops.triton import context_parallel, delta_step, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
 
@@ -155,6 +156,19 @@ def decoding_launches(key_dim: int) -> list[tuple]:
             q, k, v = (torch.empty(batch, time, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
             options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
             step_with_tail(q, k, v, torch.empty(batch, time, 2), state, **options)
+    return recorded
+
+
+def delta_step_launches(key_dim: int) -> list[tuple]:
+    """Of the delta rule, for few heads and for many, as an H200 launches them, with query heads of their own and in
+    groups."""
+    shapes = ((1, 2, torch.bfloat16), (16, 16, torch.float32), (16, 64, torch.bfloat16))
+    with mock.patch.object(delta_step, "processors", lambda device: 132), recording() as recorded:
+        for batch, heads, dtype in shapes:
+            groups = min(heads, 16)
+            q, k, v = (torch.empty(batch, 1, h, key_dim, dtype=dtype) for h in (heads, groups, groups))
+            s, gates = torch.empty(batch, groups, spow_dim(key_dim, 2), key_dim), torch.empty(batch, 1, groups)
+            delta_step.power_delta_step(q, k, v, gates, gates, s, 2)
     return recorded
 
 
@@ -279,7 +293,8 @@ def main() -> None:
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
         if key_dim > 32:  # a smaller K needs fewer registers
-            others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
+            steps = (*decoding_launches(key_dim), *delta_step_launches(key_dim))
+            others = (*context_launches(key_dim, hopper), *steps, *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
         launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
     if hopper:

@@ -23,7 +23,7 @@ def test_kernels_compile(target):
     passes = {"state_pass", "output_pass", "query_pass", "key_pass", "weigh"}
     passes |= {"gate_sums", "gate_totals", "gate_gradient", "sum_decays", "carry_states"}
     passes |= {"join_segments", "through_states", "gate_gradient_by_chunk", "turn_terms", "turned_states"}
-    passes |= {"decode", "turn_heads", "convolve", "convolve_backward", "convolve_step"}
+    passes |= {"decode", "correct", "turn_heads", "convolve", "convolve_backward", "convolve_step"}
     passes |= {"norm_gate", "norm_gate_backward", "token_losses", "narrow", "narrow_backward"}
     passes |= {"unit_vectors", "unit_vectors_backward"}
     passes |= {"gelu", "gelu_backward", "column_sums"}
