@@ -78,7 +78,7 @@ def correct(
     k += b * k_sb + g * k_sg
     s += b * s_sb + g * D * V
     first_row, first_tile, within = _tile(s, 0, col, D, V, KEPT)
-    kept = tl.load(first_tile, mask=within, other=0.0)
+    kept = tl.load(first_tile, mask=within, other=0.0, eviction_policy="evict_first")  # the L1 cache keeps the tables
     gamma = 1.0
     if log_g is not None:
         gamma = tl.exp(tl.load(log_g + b * g_sb + g * g_sg).to(tl.float32))

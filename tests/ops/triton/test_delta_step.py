@@ -19,7 +19,7 @@ from tests.ops.contract import DEVICE, EPS32
 delta_step = pytest.importorskip("sympow.ops.triton.delta_step", reason="needs triton")
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUNDINGS = 8
+ROUNDINGS = 2
 
 
 @dataclass(frozen=True)
