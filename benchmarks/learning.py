@@ -99,8 +99,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "heads": runs(("hybrid_heads_delta", "heads_delta", "heads_delta+window=512"), (4096,), MIDDLE),
     "gates": runs(("window+gate=true", "gated_heads_delta", "hybrid_gated_heads_delta"), (4096,), MIDDLE),
     # Documents cut short in the first half of the steps, and whole in the second.
-    "short_first": runs(tuple(f"{name}+short_context=1024+short_share=0.5" for name in FOUR[:3]), (4096, 16_384),
-                        MIDDLE, seeds=(0,)),
+    "short_first": runs(tuple(f"{name}+short_context=1024+short_share=0.5" for name in FOUR[:3]), (4096,)),
     # An offset of the scores, alone and with other strengths of a write.
     "offset": runs(OFFSETS, (4096,)),
     "offset_1024": runs(OFFSETS[:2], (1024,)),

@@ -123,43 +123,42 @@ def correct(
 
 
 class _Limits(NamedTuple):
-    shared: int  # numbers of a state that a program keeps, at most, if an SM is to have several programs
-    alone: int  # or one
+    of_a_program: int  # numbers of a state that a program keeps
     of_a_thread: int  # of these numbers
     of_a_tile: int  # of the numbers of a tile of other rows that are a thread's own
 
 
-_HOPPER, _INTERPRETER = _Limits(16384, 32768, 64, 4), _Limits(16, 32, 1, 1)
-_REGISTERS = 128  # of a thread, so that an SM has two programs of 8 warps, or one of 16
-_WARPS = 16  # of a program, at most
+_HOPPER, _INTERPRETER = _Limits(32768, 128, 4), _Limits(32, 1, 1)
+_REGISTERS = 65536  # of an SM
+_SECTOR = 8  # numbers that the L2 cache reads at once
 
 
 @lru_cache(maxsize=256)
 def _plan(pairs: int, dim: int, value_dim: int, rows: int, device: torch.device) -> dict[str, int]:
     """Returns the sizes of a launch for `pairs` of sequences and key/value heads, D, V and R.
 
-    With few pairs a program has fewer columns, so that every SM has a program. Four columns are the 16 bytes that a
-    thread reads at once.
+    A program has as many columns as it can keep. With few pairs it has fewer, so that every SM has a program, but no
+    less than one read of the L2 cache brings.
     """
     limits = _INTERPRETER if knobs.runtime.interpret else _HOPPER
     few = processors(device)
     heads, columns = next_power_of_2(rows), next_power_of_2(value_dim)
-    kept, least = next_power_of_2(dim + 1) // 2, min(4, columns)
-    while columns > least and (kept * columns > limits.shared or pairs * ceil_div(value_dim, columns) < few):
+    kept, least = next_power_of_2(dim + 1) // 2, min(_SECTOR, columns)
+    while columns > least and (kept * columns > limits.of_a_program or pairs * ceil_div(value_dim, columns) < few):
         columns //= 2
-    kept = min(kept, max(1, limits.alone // columns))
-    of_a_thread = limits.of_a_thread
-    if dim - kept > kept // 8:  # the loops over many other rows need registers too
-        kept, of_a_thread = min(kept, max(1, limits.shared // columns)), of_a_thread // 2
-    elif pairs * ceil_div(value_dim, columns) <= 2 * few:  # with so few programs, each may have more threads
-        of_a_thread //= 2
-    warps = min(_WARPS, max(1, kept * columns // (32 * max(1, of_a_thread))))
+    numbers, of_a_thread = limits.of_a_program, limits.of_a_thread
+    many = dim - kept > kept // 8 or kept * columns > numbers
+    if many:  # the loops over many other rows need registers too, and an SM should have two programs
+        numbers, of_a_thread = max(1, numbers // 2), max(1, of_a_thread // 2)
+    kept = min(kept, max(1, numbers // columns))
+    warps = max(1, kept * columns // (32 * of_a_thread))
     # A thread has a sum of its own for each of its numbers of a tile and each query head.
     tile = max(1, 32 * warps * max(1, min(limits.of_a_tile, 16 // heads)) // columns)
     if knobs.runtime.interpret:
-        tile = max(1, limits.shared // columns)
+        tile = max(1, limits.of_a_program // columns)
     sizes = {"HEADS": heads, "COLUMNS": columns, "KEPT": kept, "ROWS": tile, "STAGES": 3 if dim - kept > tile else 1}
-    return sizes | {"num_warps": warps, "maxnreg": _REGISTERS}
+    registers = min(255, _REGISTERS // (32 * warps) // (1 + many))
+    return sizes | {"num_warps": warps, "maxnreg": registers}
 
 
 def _fake(q, k, v, beta, log_g, s, p):
