@@ -51,7 +51,7 @@ def add(command: AddCommand) -> None:
 
     distill = command("distill", "Train a converted model on its teacher, or continue.", _DISTILL)
     add_path(distill, "run", "DIR", "Train the model in this folder of `sympow convert`.")
-    add_fields(distill, "overrides", "Set a field of the run's config, such as data.path=docs/train.zarr.")
+    add_fields(distill, "overrides", "Set a field of the run's config, such as data.path=manuals/train.zarr.")
     add_path(distill, "--teacher", "MODEL",
              "Learn from this model: a run's folder, or what `sympow convert` reads.", required=True)  # fmt: skip
     add_path(distill, "--out", "DIR", "Write the run into this folder.", required=True)

@@ -145,7 +145,7 @@ def add(command: AddCommand) -> None:
     sizes.add_argument("--context", metavar="N", type=positive, nargs="+",
                        help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
     add_number(sizes, "--window", "Let window attention see N tokens (default: 8192).")
-    add_number(sizes, "--element-bytes", "Count N bytes for an element of a state (default: 2).")
+    add_number(sizes, "--element-bytes", "Count N bytes for an element of a state; sympow's have 4 (default: 2).")
     sizes.add_argument("--json", action="store_true", help="Print exact numbers as JSON.")
     sizes.set_defaults(execute=run_sizes)
 
