@@ -38,7 +38,7 @@ from sympow.evaluation.ar_hits import FREQUENT, bigram_distances
 from sympow.evaluation.context_loss import score_rows
 from sympow.models import LanguageModel
 from sympow.training import load_model
-from sympow.training.step import autocast
+from sympow.training.devices import autocast
 
 Row = dict[str, Any]
 

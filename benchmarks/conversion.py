@@ -25,7 +25,7 @@ from sympow.evaluation import context_losses
 from sympow.models import LanguageModel, generate
 from sympow.ops import rotary_frequencies
 from sympow.training import load, override, read_metrics
-from sympow.training.step import autocast, resolve_device
+from sympow.training.devices import autocast, resolve_device
 
 PARTS = ("stages", "loss", "passkey", "positions")
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

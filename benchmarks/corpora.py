@@ -1,4 +1,4 @@
-"""Counts a corpus of long documents: python -m benchmarks.corpora docs kernel --json FILE
+"""Counts a corpus of long documents: python -m benchmarks.corpora manuals kernel --json FILE
 
 For each split: bytes of text, documents, tokens, rows, and the median and quartiles of the documents' tokens before
 cutting. Documents without a row are counted, and are part of the quartiles.

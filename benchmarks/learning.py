@@ -34,7 +34,7 @@ from benchmarks.context_scaling.work import DONE, FAILED, Trainer
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 from sympow.sweeps import Estimates, run_jobs
-from sympow.training.step import resolve_device
+from sympow.training.devices import resolve_device
 
 TABLE, POSITIONS = RESULTS / "learning.csv", RESULTS / "learning_positions.csv"
 USE = RESULTS / "learning_context.csv"

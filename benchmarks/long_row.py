@@ -21,7 +21,7 @@ from benchmarks.common.chains import Chains, options, run_config
 from benchmarks.common.measure import measured, write
 from sympow.models import LanguageModel
 from sympow.training import ExecutionConfig, load_model, train
-from sympow.training.step import autocast
+from sympow.training.devices import autocast
 
 TENTHS = 10
 

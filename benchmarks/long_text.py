@@ -36,7 +36,7 @@ from sympow.evaluation.context_loss import bin_edges, score_rows
 from sympow.models import LanguageModel
 from sympow.recipes import load_recipe
 from sympow.training import RunConfig, load_model, override, train
-from sympow.training.step import autocast
+from sympow.training.devices import autocast
 
 RECIPE = "scaling:power"
 TOKENS = 1528 * 65_536  # of a training: 100 million

@@ -30,7 +30,7 @@ from sympow.models import LanguageModel
 from sympow.ops import Rotation, power_attention
 from sympow.ops.fused.rotation import with_positions
 from sympow.training import train
-from sympow.training.step import autocast
+from sympow.training.devices import autocast
 
 STEPS = 40
 FORMS = {"by the op": True, "through q and k": False}

@@ -32,9 +32,10 @@ from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.recipes.scaling import CONFORMAL, PUBLISHED, UNGATED
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.config import OPTIMIZERS
+from sympow.training.devices import autocast
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import ALONE, Part, Ranks, join, launched, prepare
-from sympow.training.step import StepNumbers, autocast, make_pass, train_step
+from sympow.training.step import StepNumbers, make_pass, train_step
 from sympow.training.throughput import peak_flops, token_flops
 
 BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True}

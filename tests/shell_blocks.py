@@ -37,6 +37,8 @@ SMALLER = {
     "sympow train my_recipe.py:run": "",
     "sympow train longcrawl64:": f"{_STEPS} training.batch_size=2 training.precision=float32 model.d_model=24 "
     "model.n_layers=1 model.n_heads=2 model.vocab_size=300 data.vocab_size=300",
+    "sympow train scaling:": f"{_STEPS} training.batch_size=2 training.precision=float32 model.d_model=24 "
+    "model.n_heads=2 model.vocab_size=300 data.vocab_size=300",
     "sympow evaluate": "--context 64 --rows 2",
     "sympow generate": "--max-new-tokens 8",
     "sympow read": "",

@@ -33,7 +33,7 @@ GIVEN = {
     "manual.txt": "corpus/0.txt", "long.txt": "corpus/0.txt", "module.py": "corpus/0.txt",
     "TEXTS": "corpus", "CODE": "corpus", "rows": "rows", "rows.jsonl.gz": "rows/a.jsonl.gz",
     "train.bin": "tokens.bin", "val.bin": "tokens.bin",
-    "linux": "linux", "debs": "debs", "docs": "kernel", "kernel": "kernel",
+    "linux": "linux", "debs": "debs", "manuals": "kernel", "kernel": "kernel",
     "hf/power": "softmax", "teacher": "teacher", "smollm2": "teacher", "swapped": "swapped", "hybrid": "swapped",
     "swapped-delta": "swapped", "student": "swapped",
 }  # fmt: skip

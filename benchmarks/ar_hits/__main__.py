@@ -24,7 +24,7 @@ from sympow.data import load_tokenizer
 from sympow.recall import write_results
 from sympow.recipes.scaling import VOCAB_SIZE
 from sympow.sweeps import Estimates, run_jobs
-from sympow.training.step import resolve_device
+from sympow.training.devices import resolve_device
 
 COMMITTED = RESULTS / "ar_hits"
 PAGE = ROOT / "docs" / "results" / "ar-hits.md"

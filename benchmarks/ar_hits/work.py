@@ -21,7 +21,7 @@ from sympow.evaluation.ar_hits import FREQUENT, PARTS
 from sympow.models import LanguageModel
 from sympow.recipes import load_recipe
 from sympow.training import RunConfig, override, read_metrics, train
-from sympow.training.step import autocast
+from sympow.training.devices import autocast
 
 RECIPES = ("attention", "softmax_gate", "power", "power_delta", "power_delta_offset", "hyena", "base_conv",
            "base_conv_random", "base_conv_programmatic", "base_conv_learned", "base_conv_full")  # fmt: skip

@@ -18,7 +18,7 @@ from benchmarks.context_scaling.grid import SCALES
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
-from sympow.training.step import resolve_device
+from sympow.training.devices import resolve_device
 
 COMMITTED = RESULTS / "context_scaling"
 

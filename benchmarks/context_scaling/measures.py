@@ -10,7 +10,7 @@ import numpy as np
 from sympow.data import Corpus, Subset, TokenCorpus
 from sympow.evaluation import ContextLosses, context_losses
 from sympow.models import LanguageModel
-from sympow.training.step import autocast
+from sympow.training.devices import autocast
 
 EARLY = (64, 128)  # positions that the gain from context starts at
 BEYOND = 16  # times the context trained at, the most that a model is evaluated at

@@ -165,13 +165,14 @@ def choice_table(evidence: Evidence) -> str:
 def short_table(evidence: Evidence) -> str:
     """Returns a row for each model: losses in rows as trained and in whole documents, speed, and bytes."""
     tokens = evidence.far()
-    heading = (f"{_millions(tokens or 0)} tokens at {TRAINED_AT:,} | loss | read at {DOCUMENT:,} | "
-               f"training at {DOCUMENT:,}, tokens/s | MB at 4,096; 65,536; 1M")  # fmt: skip
+    heading = (f"{_millions(tokens or 0)} tokens in rows of {TRAINED_AT:,} | loss, nats (95%) | "
+               f"loss in rows of {DOCUMENT:,} | training in such rows, tokens/s on an H200 | "
+               "MB of a sequence of 4,096; 65,536; 1M tokens")  # fmt: skip
     lines = []
     for variant in FIVE:
         losses = [_losses(evidence.losses(variant, TRAINED_AT, tokens or 0, at)) for at in (None, DOCUMENT)]
         speed = evidence.speed(variant, DOCUMENT)
-        lines.append([MODELS[variant], *losses, "" if speed is None else f"{speed / 1e6:.2f}M",
+        lines.append([MODELS[variant], *losses, "not timed" if speed is None else f"{speed / 1e6:.2f}M",
                       "; ".join(f"{sequence_bytes(variant, length) / 1e6:,.0f}" for length in LENGTHS)])  # fmt: skip
     return table(heading, lines)
 
@@ -261,7 +262,8 @@ def use_table(results: Path) -> str:
     rows = [row for row in read(results / "learning.csv") if (run_name(row), row["corpus"]) in measured]
     heading = ["model", "trained at", "tokens", "seeds"]
     heading += [f"cut to {length:,}" for length in READ_LENGTHS[:-1]]
-    heading += [f"ahead of a window of 32 at {length // 4:,} to {length - 1:,}" for length in READ_LENGTHS[1::3]]
+    ahead = READ_LENGTHS[1::3] if any(row["variant"] == CONTROL for row in rows) else ()
+    heading += [f"loss of a window of 32 less its own at {length // 4:,} to {length - 1:,}" for length in ahead]
     heading.append("recalled, not repeated; at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS))
     lines = []
     for (corpus, context, tokens, size), same in sorted(
@@ -277,7 +279,7 @@ def use_table(results: Path) -> str:
             cells = [LABELS[name] + (f", {size}" if size else ""), f"{context:,}", f"{tokens / 1e6:,.0f}M"]
             cells.append(str(len(own)))
             cells += [_less(own, own, ("cut", length), ("cut", READ_LENGTHS[-1])) for length in READ_LENGTHS[:-1]]
-            cells += [_less(control, own, *[("position", length)] * 2) for length in READ_LENGTHS[1::3]]
+            cells += [_less(control, own, *[("position", length)] * 2) for length in ahead]
             shares = [f"{mean(run['recalled', at]['value'] for run in own):.0%}" for at in (0, *READ_LENGTHS)]
             cells.append(f"{shares[0]}; {', '.join(shares[1:])}")
             lines.append(cells)

@@ -14,7 +14,8 @@ import torch
 from sympow.cli.result_files import standard_input
 from sympow.data import Tokenizer, encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
-from sympow.models.context_file import ContextHeader, extended_digest, fingerprint, is_context_file, read_header
+from sympow.models.context import extended_digest
+from sympow.models.context_file import ContextHeader, fingerprint, is_context_file, read_header
 from sympow.progress import Progress
 from sympow.training import Run
 from sympow.training.interrupt import StopRequest

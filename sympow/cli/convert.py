@@ -51,7 +51,7 @@ def add(command: AddCommand) -> None:
 
     distill = command("distill", "Train a converted model on its teacher, or continue.", _DISTILL)
     add_path(distill, "run", "DIR", "Train the model in this folder of `sympow convert`.")
-    add_fields(distill, "overrides", "Set a field of the run's config, such as data.path=docs/train.zarr.")
+    add_fields(distill, "overrides", "Set a field of the run's config, such as data.path=manuals/train.zarr.")
     add_path(distill, "--teacher", "MODEL",
              "Learn from this model: a run's folder, or what `sympow convert` reads.", required=True)  # fmt: skip
     add_path(distill, "--out", "DIR", "Write the run into this folder.", required=True)
@@ -112,8 +112,8 @@ def run_distill(options: argparse.Namespace) -> int | None:
     from sympow.conversion import distillation_run
     from sympow.conversion.distillation import NARROW, hides_nothing
     from sympow.training import override
+    from sympow.training.devices import resolve_device, usual_precision
     from sympow.training.run_folder import read_config
-    from sympow.training.step import resolve_device, usual_precision
 
     start, teacher = str(Path(options.run)), str(Path(options.teacher))
     config = override(distillation_run(read_config(start), start, teacher), options.overrides)
@@ -180,8 +180,8 @@ def convert_model(
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
     from sympow.progress import Progress
     from sympow.training import RunConfig, TrainingConfig
+    from sympow.training.devices import resolve_device
     from sympow.training.run_folder import new_folder, write_run_folder
-    from sympow.training.step import resolve_device
 
     kinds, kept, folder = parse_pattern(pattern), () if keep is None else parse_kept(keep), new_folder(out)
     if by is not None:

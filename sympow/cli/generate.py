@@ -86,8 +86,8 @@ def run_generate(options: argparse.Namespace) -> None:
     from sympow.data.tokenizer_files import end_tokens
     from sympow.models import NgramDrafts, load_context
     from sympow.training import load
+    from sympow.training.devices import resolve_device
     from sympow.training.run_folder import folder_of
-    from sympow.training.step import resolve_device
 
     prompt = argument_text(options.prompt or "", "--prompt")
     if options.prompt_file is not None:
@@ -115,7 +115,7 @@ def run_read(options: argparse.Namespace) -> int | None:
     from sympow.cli.run_checks import dtype_of
     from sympow.ops.cost import format_bytes
     from sympow.training import load
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     out = Path(options.out)
     check_out(out, options.text, options.context)

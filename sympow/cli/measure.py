@@ -145,7 +145,7 @@ def add(command: AddCommand) -> None:
     sizes.add_argument("--context", metavar="N", type=positive, nargs="+",
                        help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
     add_number(sizes, "--window", "Let window attention see N tokens (default: 8192).")
-    add_number(sizes, "--element-bytes", "Count N bytes for an element of a state (default: 2).")
+    add_number(sizes, "--element-bytes", "Count N bytes for an element of a state; sympow's have 4 (default: 2).")
     sizes.add_argument("--json", action="store_true", help="Print exact numbers as JSON.")
     sizes.set_defaults(execute=run_sizes)
 
@@ -171,7 +171,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from sympow.cli.run_checks import dtype_of
     from sympow.evaluation import plot_context_losses, write_csv
     from sympow.evaluation.context_loss import COLUMNS
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     check_table(options.csv, COLUMNS)
     check_image(options.plot)
@@ -192,7 +192,7 @@ def run_ar_hits(options: argparse.Namespace) -> None:
     from sympow.cli.scored_models import load_scored
     from sympow.evaluation import plot_ar_hits
     from sympow.evaluation.ar_hits_text import to_html, to_terminal
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     check_table(options.csv, COLUMNS)
     check_page(options.html, to_html([], _HITS).partition("<style>")[0])
@@ -225,7 +225,7 @@ def run_recall_probe(options: argparse.Namespace) -> None:
     """Runs `sympow recall-probe`."""
     from sympow.cli.recall_tables import probe_runs
     from sympow.cli.scored_models import load_scored
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     models = load_scored(options.runs, resolve_device(options.device))
     print(probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler))
@@ -315,7 +315,7 @@ def _generating(options: argparse.Namespace, texts: str) -> Iterator[tuple[str, 
     from sympow.cli.scored_models import load_scored
     from sympow.evaluation.passkey import native, transformers
     from sympow.models import LanguageModel
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     models = load_scored(options.runs, resolve_device(options.device), dtype_of(options.dtype))
     for label, scored in models.items():

@@ -54,7 +54,7 @@ def run_mqar(options: argparse.Namespace) -> None:
     from sympow.recall.results import check_rows
     from sympow.recall.sweep import RESULTS
     from sympow.recipes import load_sweep
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     sweep = load_sweep(options.recipe).override(options.overrides)
     resolve_device(options.device)

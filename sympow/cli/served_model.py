@@ -18,8 +18,8 @@ from sympow.models import LanguageModel
 from sympow.ops.cost import format_bytes
 from sympow.ops.memory import check_memory
 from sympow.training import load
+from sympow.training.devices import resolve_device
 from sympow.training.run_folder import folder_of
-from sympow.training.step import resolve_device
 
 KEYS = "SYMPOW_API_KEYS"
 CACHE_DISK = 10.0  # GiB in --cache-dir, unless --cache-disk says otherwise

@@ -76,7 +76,7 @@ def run_demo(options: argparse.Namespace) -> int | None:
     from sympow.cli.result_files import image_types
     from sympow.evaluation import plot_context_losses, write_csv
     from sympow.recipes import load_recipe
-    from sympow.training.step import resolve_device
+    from sympow.training.devices import resolve_device
 
     image_types()  # raises without matplotlib, before the training
     folder = Path(options.out)

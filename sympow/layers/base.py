@@ -1,4 +1,4 @@
-"""The contract of all sequence mixers: `Mixer`. At the end, their linear maps in float32: `Float32Linear`.
+"""The contract of all sequence mixers: `Mixer`.
 
 Axes: B batch, T time, H query heads, G key/value heads (H is a multiple of G), K key dim, V value dim,
 d model width.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sympow.layers.initial import draw_normal, init_linear
+from sympow.layers.float32_linear import Float32Linear
+from sympow.layers.initial import init_linear
 from sympow.layers.other_names import explained, renamed_call
 from sympow.layers.state import After, Device, DType, Form, MixerState, check_batch, check_form, form_of, try_by_copies
-from sympow.ops.availability import autocast_dtype, concatenated
-from sympow.ops.fused.float32_linear import float32_linear
+from sympow.ops.availability import autocast_dtype
 from sympow.ops.types import OutOfRangeError
 
 
@@ -309,70 +309,3 @@ def any_weight(mixer: nn.Module, linear: nn.Module) -> Tensor:
 def is_product(linear: nn.Module) -> bool:
     """Tells whether a call of `linear` computes a product and a bias only: `linear` is no adapter and has no hooks."""
     return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
-
-
-class Float32Linear(nn.Module):
-    """Maps x [..., d] to x W^T + b [..., n], computed in float32 at least.
-
-    Gates and the steps of positions, which are summed over the context, are such maps, and so are long filters.
-
-    It is not a subclass of `nn.Linear`. Some frameworks, such as Hugging Face (`_init_weights`) and Zoology, draw the
-    weights of every `nn.Linear` again and set its bias to 0. They do not change the initial values of this class.
-    Muon moves weights of `nn.Linear` only (`sympow.training.muon`), and AdamW those of this class.
-
-    Args:
-        d_model: d.
-        width: n.
-        bias: whether there is b.
-    """
-
-    def __init__(self, d_model: int, width: int, bias: bool = True):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, d_model))
-        self.bias = nn.Parameter(torch.empty(width)) if bias else None
-
-    def reset_parameters(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Draws W from N(0, std) and sets b to 0."""
-        draw_normal(self.weight, std, generator)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x [..., d] to x W^T + b [..., width], computed in float32."""
-        return linear_float32(self, x)
-
-    def extra_repr(self) -> str:
-        """Returns the options that `repr` of the module shows."""
-        return f"in_features={self.weight.shape[1]}, out_features={len(self.weight)}, bias={self.bias is not None}"
-
-
-def linear_float32(linear: nn.Linear | Float32Linear, x: Tensor) -> Tensor:
-    """Returns linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    return float32_linear(x, linear.weight, linear.bias)
-
-
-def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Returns `linear_float32` of x [B, T, d] for each layer, computed in one product so that x is read only once."""
-    if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
-        return tuple(linear_float32(linear, x) for linear in linears)
-    weight = concatenated([linear.weight for linear in linears])
-    biases = [x.new_zeros(len(n.weight), dtype=n.weight.dtype) if n.bias is None else n.bias for n in linears]
-    return float32_linear(x, weight, concatenated(biases)).split([len(n.weight) for n in linears], -1)
-
-
-MOST_BIAS = 1e30  # in size, so that float32 holds the biases and the differences between them
-
-
-def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:
-    """Returns the initial biases [G] of a gate for each key/value head, on a line between the two of `gate_bias`.
-
-    A single head gets their middle. The tensor is on the CPU.
-
-    Raises ValueError unless `gate_bias` is two numbers of at most MOST_BIAS in size.
-    """
-    if len(gate_bias) != 2:
-        raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
-    if not all(-MOST_BIAS <= bias <= MOST_BIAS for bias in gate_bias):
-        raise ValueError(f"gate_bias must be finite, and at most {MOST_BIAS:g} in size; got {gate_bias!r}")
-    first, last = gate_bias
-    return torch.linspace((first + last) / 2 if n_kv_heads == 1 else first, last, n_kv_heads, device="cpu")

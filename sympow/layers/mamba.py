@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.base import Float32Linear, Mixer, own_weight, state_options
+from sympow.layers.base import Mixer, own_weight, state_options
 from sympow.layers.documents import per_document
+from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.initial import draw_uniform
 from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.state import Device, DType, MixerState

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
-from sympow.layers.base import Float32Linear, any_weight, gate_biases, is_product, linears_float32, state_options
+from sympow.layers.base import any_weight, is_product, state_options
+from sympow.layers.float32_linear import Float32Linear, linears_float32
+from sympow.layers.initial import gate_biases
 from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops import (
     DecodingState,

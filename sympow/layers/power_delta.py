@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
-from sympow.layers.base import MOST_BIAS, Float32Linear, any_weight, gate_biases, linears_float32, state_options
+from sympow.layers.base import any_weight, state_options
+from sympow.layers.float32_linear import Float32Linear, linears_float32
+from sympow.layers.initial import MOST_BIAS, gate_biases
 from sympow.layers.power import check_form
 from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step

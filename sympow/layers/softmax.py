@@ -14,10 +14,12 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import Float32Linear, any_weight, gate_biases, state_options
+from sympow.layers.base import any_weight, state_options
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import document_operator
+from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
+from sympow.layers.initial import gate_biases
 from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, without_autocast
 from sympow.ops.cost import softmax_flops

@@ -2,7 +2,8 @@
 
 from sympow.models.bodies import BODIES
 from sympow.models.config import MixerConfig, ModelConfig
-from sympow.models.context_file import Context, ContextError, load_context, save_context
+from sympow.models.context import Context
+from sympow.models.context_file import ContextError, load_context, save_context
 from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.presets import HYBRID, PRESETS, preset

@@ -1,4 +1,4 @@
-"""The context of a model, the tokens that it has read: as an object (`Context`) and as one safetensors file.
+"""A context as one safetensors file.
 
 A file holds the state of every layer, the logits after the last token, the number of tokens that were read, a hash of
 these tokens, and fingerprints of the model's config and weights. A SHA-256 covers all bytes of the file. The file is
@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from sympow.layers.state import check_batch, check_form, check_read, form_of
 from sympow.layers.state_file import STATE_DTYPES, SerializedState, deserialize, fitted, serialize
+from sympow.models.context import Context
 from sympow.models.lm import LanguageModel, ModelState
 
 FORMAT = "sympow-context"
 VERSION = 1
-NO_TOKENS = hashlib.blake2b(digest_size=16).hexdigest()
 _KEY = "sympow"
 _SEAL = re.compile(rb"sha256:([0-9a-f]{64})")
 _UNSEALED = "0" * 64
@@ -41,54 +41,6 @@ _MOST_HEADER = 100_000_000  # bytes, the limit of the format
 
 class ContextError(RuntimeError):
     """Says that a context file cannot be written, read or used. The message gives the reason."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """Holds what a model knows after some tokens.
-
-    Attributes:
-        state: the state of the model.
-        logits: [B, vocab_size] of the next token; None before the first token.
-        tokens: the number of tokens of every row that were read.
-        digest: a hash of these tokens, which does not depend on the chunks in which they were read.
-    """
-
-    state: ModelState
-    logits: Tensor | None
-    tokens: int
-    digest: str
-
-    @property
-    def rows(self) -> int:
-        """Returns the number of sequences held, B."""
-        return next((tensor.shape[0] for tensor in self.state.tensors()), 1)
-
-    @classmethod
-    def begin(cls, model: LanguageModel, rows: int = 1) -> Context:
-        """Returns the context before the first token of `rows` sequences."""
-        return cls(model.init_state(rows), None, 0, NO_TOKENS)
-
-    @torch.no_grad()
-    def read(self, model: LanguageModel, tokens: Tensor, *, chunk: int = 1024) -> Context:
-        """Reads further int64 tokens [B, T], `chunk` at a time.
-
-        The method overwrites the state of this context. Use the context that it returns, or call it on a `clone()`.
-        Raises ValueError for a chunk below 1 and for another number of rows, and the errors of `LanguageModel.step`.
-        """
-        if not isinstance(chunk, int) or chunk < 1:
-            raise ValueError(f"chunk must be an integer of at least 1; got {chunk!r}")
-        if tokens.ndim != 2 or tokens.shape[0] != self.rows:
-            raise ValueError(f"tokens must be [B = {self.rows}, T], as the rows read before; got {list(tokens.shape)}")
-        state, logits = self.state, self.logits
-        for piece in tokens.split(chunk, dim=1) if tokens.shape[-1] else ():
-            logits, state = model.step(piece.to(model.embedding.weight.device), state)
-        digest = extended_digest(self.digest, tokens)
-        return Context(state, logits, self.tokens + tokens.shape[1], digest)
-
-    def clone(self) -> Context:
-        """Copies the context, so that both can be continued."""
-        return replace(self, state=self.state.clone(), logits=None if self.logits is None else self.logits.clone())
 
 
 @dataclass(frozen=True)
@@ -110,21 +62,6 @@ class ContextHeader:
     config: str
     weights: str
     tree: Any
-
-
-def extended_digest(digest: str, tokens: Tensor) -> str:
-    """Hashes int64 tokens [B, T] that follow tokens with the hash `digest`.
-
-    Every way to cut the tokens gives the same hash.
-    """
-    if not tokens.numel():
-        return digest
-    columns = tokens.detach().t().contiguous().to(device="cpu", dtype=torch.int64).numpy().astype("<i8").tobytes()
-    size = 8 * tokens.shape[0]
-    value = bytes.fromhex(digest)
-    for start in range(0, len(columns), size):
-        value = hashlib.blake2b(value + columns[start : start + size], digest_size=16).digest()
-    return value.hex()
 
 
 def save_context(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from sympow.models.context_file import Context
+from sympow.models.context import Context
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.slots import Slots
 from sympow.models.speculation import Drafts, speculative_steps

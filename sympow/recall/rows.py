@@ -15,8 +15,8 @@ from sympow.data.mqar import mixture
 from sympow.models import RecallModel
 from sympow.ops.memory import check_memory
 from sympow.recall.config import AnyTask, RecallConfig
+from sympow.training.devices import autocast
 from sympow.training.loop import shows_divergence
-from sympow.training.step import autocast
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # streams of the data seed
 _TOKEN_BYTES = 4

@@ -18,8 +18,8 @@ from sympow.recall.config import AnyTask, RecallConfig
 from sympow.recall.rows import TEST, load, measure
 from sympow.recall.steps import RecallTraining
 from sympow.training.config import TRACKERS
+from sympow.training.devices import resolve_device
 from sympow.training.loop import run_steps
-from sympow.training.step import resolve_device
 from sympow.training.trackers import open_tracker
 
 

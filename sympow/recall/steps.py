@@ -19,9 +19,10 @@ from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
 from sympow.recall.rows import TRAIN, VALIDATION, RecallScore, load, measure
 from sympow.training.config import TrainingConfig
+from sympow.training.devices import autocast
 from sympow.training.loop import shows_divergence
 from sympow.training.optimizer import learning_rate, make_optimizer
-from sympow.training.step import autocast, backward, move
+from sympow.training.step import backward, move
 
 _Loss = Callable[[RecallModel, Tensor, Tensor, Tensor, str], Tensor]
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from sympow.models import Context, ContextError, LanguageModel, ModelState, load_context, save_context
-from sympow.models.context_file import NO_TOKENS, extended_digest, fingerprint
+from sympow.models.context import NO_TOKENS, extended_digest
+from sympow.models.context_file import fingerprint
 
 BLOCK = 32  # tokens hashed at a time; shorter prefixes are not kept
 _SEEN = 1 << 17  # blocks of prompts that are remembered, to find common prefixes

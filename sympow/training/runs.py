@@ -19,10 +19,10 @@ from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 from sympow.training.checkpoint import check_whole, latest, latest_step
 from sympow.training.config import RunConfig
+from sympow.training.devices import resolve_device
 from sympow.training.loop import Objective
 from sympow.training.ranks import join, launched
 from sympow.training.run_folder import folder_of, load_model, open_run_folder, read_config
-from sympow.training.step import resolve_device
 from sympow.training.trainer import TrainingResult, train
 
 TOKENIZER = "tokenizer.json"

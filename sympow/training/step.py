@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from sympow.layers import auxiliary_losses
 from sympow.models import LanguageModel
-from sympow.ops.availability import check_float64
 from sympow.training.config import TrainingConfig
+from sympow.training.devices import autocast
 from sympow.training.optimizer import set_learning_rate
 from sympow.training.ranks import ALONE, Part, Ranks, TokenRows
 
@@ -170,37 +169,6 @@ def held_out_loss(
             targets += batch.targets
     total, targets = ranks.sum(total), int(ranks.sum(targets))
     return total / targets if targets else math.nan
-
-
-def resolve_device(name: str) -> torch.device:
-    """Returns the torch device of a name. "auto" means CUDA if it is available, otherwise the CPU.
-
-    Raises ValueError if the device does not exist, cannot be used, or has no float64.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    check_float64(device)
-    return device
-
-
-def usual_precision(device: torch.device) -> str:
-    """Returns the faster precision of training on a device: "float32" on a CPU without instructions for bfloat16.
-
-    Such a CPU computes in bfloat16 several times as slowly as in float32.
-    """
-    if device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
-        return "bf16"
-    return "float32"
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Gives the context in which a model of `TrainingConfig.precision` runs."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

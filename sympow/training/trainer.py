@@ -27,22 +27,14 @@ from sympow.training.checkpoint import (
     save_checkpoint,
 )
 from sympow.training.config import RunConfig
+from sympow.training.devices import resolve_device
 from sympow.training.interrupt import StopRequest
 from sympow.training.loop import Objective, run_steps, shows_divergence
 from sympow.training.metrics import MetricsWriter
 from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.ranks import Ranks, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
-from sympow.training.step import (
-    Pass,
-    RowSource,
-    StepNumbers,
-    cut_rows,
-    held_out_loss,
-    make_pass,
-    resolve_device,
-    train_step,
-)
+from sympow.training.step import Pass, RowSource, StepNumbers, cut_rows, held_out_loss, make_pass, train_step
 from sympow.training.throughput import peak_flops, token_flops, trace
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from sympow.training import (
     train,
 )
 from sympow.training.checkpoint import list_checkpoints
+from sympow.training.devices import usual_precision
 from sympow.training.run_folder import read_config, write_run_folder
-from sympow.training.step import usual_precision
 from tests.ranks import run_ranks
 
 VOCAB, STEPS = 17, 9
@@ -477,7 +477,7 @@ def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch
     assert usual_precision(torch.device("cuda")) == "bf16"
     assert usual_precision(torch.device("cpu")) in ("bf16", "float32")
     for processor in (precision, "float32" if precision == "bf16" else "bf16"):
-        monkeypatch.setattr("sympow.training.step.usual_precision", lambda device, processor=processor: processor)
+        monkeypatch.setattr("sympow.training.devices.usual_precision", lambda device, processor=processor: processor)
         assert command("out") == precision
         assert command("named", "training.precision=float32") == "float32"
 

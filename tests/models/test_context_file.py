@@ -20,7 +20,8 @@ from sympow.models import (
     load_context,
     save_context,
 )
-from sympow.models.context_file import NO_TOKENS, extended_digest, read_header
+from sympow.models.context import NO_TOKENS, extended_digest
+from sympow.models.context_file import read_header
 from sympow.ops import DecodingState, PowerState
 
 VOCAB = 61

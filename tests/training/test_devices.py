@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sympow.training.step import resolve_device
+from sympow.training.devices import resolve_device
 
 
 def test_devices():

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from sympow.layers import MIXERS, Mixer
-from sympow.layers.base import Float32Linear
+from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.rwkv7 import LowRank
 from sympow.layers.short_convolution import DepthwiseConvolution
 from sympow.layers.zoology.filters import LongFilter

@@ -16,7 +16,7 @@ from sympow.layers import MixerState
 from sympow.layers.linear import LinearAttentionState
 from sympow.layers.power import PowerAttentionState
 from sympow.models import ModelState
-from sympow.models.context_file import NO_TOKENS
+from sympow.models.context import NO_TOKENS
 from sympow.models.slots import Slots, Steps
 
 Value = TypeVar("Value")

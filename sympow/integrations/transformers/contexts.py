@@ -12,7 +12,7 @@ from sympow.integrations.transformers.folders import native_view
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.layers import MixerState
 from sympow.models import Context, ModelState, context_file
-from sympow.models.context_file import extended_digest
+from sympow.models.context import extended_digest
 
 
 class LoadedContext(NamedTuple):

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from sympow.layers import MixerState
 from sympow.layers.attention import AttentionMixer
-from sympow.layers.base import Float32Linear, Mixer
+from sympow.layers.base import Mixer
+from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited
 from sympow.layers.softmax import GatedScores
 from sympow.ops.running_sums import sums_so_far

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sympow.layers.base import Float32Linear, Mixer, state_options
+from sympow.layers.base import Mixer, state_options
 from sympow.layers.cache import InputCache, capacity
+from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.layers.state import Device, DType
 from sympow.ops.availability import concatenated

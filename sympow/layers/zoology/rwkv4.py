@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sympow.layers.base import Mixer, linear_float32, state_options
+from sympow.layers.base import Mixer, state_options
 from sympow.layers.documents import per_document
+from sympow.layers.float32_linear import linear_float32
 from sympow.layers.initial import draw_orthogonal
 from sympow.layers.state import Device, DType, MixerState
 from sympow.ops.availability import concatenated, has_symbols

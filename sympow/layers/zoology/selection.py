@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
-from sympow.layers.base import any_weight, linear_float32, state_options
+from sympow.layers.base import any_weight, state_options
 from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
+from sympow.layers.float32_linear import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import Device, DType, MixerState
