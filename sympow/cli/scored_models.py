@@ -51,7 +51,8 @@ def _load(path: str, device: torch.device, dtype: torch.dtype | None) -> Scored:
         from sympow.integrations.transformers.scoring import load_causal_lm
 
         loaded = load_causal_lm(path, device, dtype)
-        return Scored(loaded, loaded.vocab_size, saved_tokenizer(Path(path)), None, loaded.longest)
+        tokenizer = saved_tokenizer(Path(path), loaded.vocab_size)
+        return Scored(loaded, loaded.vocab_size, tokenizer, None, loaded.longest)
     run = load(path, device, dtype)
     return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)
 

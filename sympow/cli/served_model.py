@@ -105,7 +105,8 @@ def load_served(path: str, device: torch.device, dtype: torch.dtype | None = Non
     if config.is_file() and "model_type" in json_object(config):
         from sympow.integrations.transformers.folders import load_exported  # which imports transformers
 
-        return Served(load_exported(folder).to(device, dtype), load_tokenizer(folder), folder)
+        model = load_exported(folder)
+        return Served(model.to(device, dtype), load_tokenizer(folder, model.config.vocab_size), folder)
     run = load(folder, device, dtype)
     if run.tokenizer is None:
         raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")

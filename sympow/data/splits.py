@@ -22,7 +22,7 @@ from sympow.data.text import (
     train_bpe,
 )
 from sympow.data.token_files import cut_tokens, open_token_files
-from sympow.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from sympow.data.tokens import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from sympow.data.zarr_corpus import ZarrCorpus
 
 DEFAULT_BPE_VOCAB_SIZE = 2048
@@ -78,6 +78,7 @@ def _open_tokens(config: DataConfig, tokenizer: Tokenizer | None) -> Splits:
 
     def opened(path: str) -> Corpus:
         if config.kind == "zarr":
+            _check_tokens(Path(path).parent, tokenizer)
             return ZarrCorpus(path, vocab_size, config.storage_options)
         corpus, lines = open_token_files(path, vocab_size, config.end_token)
         remarks.extend(lines)
@@ -89,6 +90,18 @@ def _open_tokens(config: DataConfig, tokenizer: Tokenizer | None) -> Splits:
     parts = [_split(corpus, config) for corpus in corpora]
     train, held_out = (_joined(each, config) for each in zip(*parts, strict=True))
     return Splits(train, held_out, tokenizer, tuple(remarks))
+
+
+def _check_tokens(folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Raises ValueError for a folder of `write_corpus` whose tokens are not those of the tokenizer, if it is known.
+
+    A tokenizer may have more tokens than the corpus.
+    """
+    if tokenizer is None or not ((folder / "corpus.json").is_file() and (folder / TOKENIZER_FILE).is_file()):
+        return
+    meant = list(load_tokenizer(folder).token_bytes)
+    if list(tokenizer.token_bytes)[: len(meant)] != meant:
+        raise ValueError(f"corpus {folder} has the tokens of its own {TOKENIZER_FILE}; got another tokenizer")
 
 
 def _split(corpus: Corpus, config: DataConfig) -> tuple[Corpus, Corpus]:

@@ -232,11 +232,15 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
     """Reads a file that `save` wrote, or any byte-level BPE `tokenizer.json`.
 
-    If `path` is a folder, its `tokenizer.json` is read. Raises FileNotFoundError, or ValueError naming a file that is
-    truncated or contains another kind of tokenizer.
+    Args:
+        path: of the file, or of a folder with a `tokenizer.json`.
+        vocab_size: of the model that reads the tokens; None: any.
+
+    Raises FileNotFoundError, or ValueError naming a file that is truncated, contains another kind of tokenizer, or has
+    more tokens than `vocab_size`.
     """
     file = _file_at(path)
     if not file.is_file():
@@ -245,9 +249,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         spec = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise ValueError(f"tokenizer file {file} is not JSON: truncated, or not a tokenizer.json") from None
-    if spec == _BYTES_TAG:
-        return ByteTokenizer()
-    return BPETokenizer.load(file)
+    tokenizer = ByteTokenizer() if spec == _BYTES_TAG else BPETokenizer.load(file)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(f"{file} has {tokenizer.vocab_size:,} tokens, and the model knows {vocab_size:,}: "
+                         "it is not the model's tokenizer")  # fmt: skip
+    return tokenizer
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -152,9 +152,12 @@ def transformers(model: Any) -> Continue:
 
     def continues(texts: Tensor, count: int) -> Tensor:
         texts = texts.to(model.device)
-        made = model.generate(
-            texts, attention_mask=torch.ones_like(texts), max_new_tokens=count, min_new_tokens=count, do_sample=False
-        )
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        try:
+            made = model.generate(texts, attention_mask=torch.ones_like(texts), **options)
+        except IndexError as error:  # of an embedding, such as that of learned positions
+            length = texts.shape[1] + count
+            raise ValueError(f"the model cannot read a text of {length:,} tokens with its answer: {error}") from error
         return made[:, texts.shape[1] :].cpu()
 
     return continues

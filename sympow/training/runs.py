@@ -137,20 +137,21 @@ def load(
     Returns the model in evaluation mode, the tokenizer (None for a run on tokens without text) and the config.
 
     Raises FileNotFoundError where there is no run or its tokenizer is missing, CheckpointError for a checkpoint that
-    cannot be read.
+    cannot be read, ValueError for a tokenizer with more tokens than the model.
     """
     loaded = load_model(path, device, dtype)
-    tokenizer, named = saved_tokenizer(loaded.run_dir), loaded.config.data.tokenizer
+    vocab_size, named = loaded.config.model.vocab_size, loaded.config.data.tokenizer
+    tokenizer = saved_tokenizer(loaded.run_dir, vocab_size)
     if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
         file = loaded.run_dir / TOKENIZER
         raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
     return Run(loaded.model, tokenizer, loaded.config)
 
 
-def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
-    """Loads the tokenizer in a run folder; None where there is none."""
+def saved_tokenizer(run_dir: Path, vocab_size: int | None = None) -> Tokenizer | None:
+    """Loads the tokenizer in a run folder, for a model of `vocab_size` tokens; None where there is none."""
     file = run_dir / TOKENIZER
-    return load_tokenizer(file) if file.exists() else None
+    return load_tokenizer(file, vocab_size) if file.exists() else None
 
 
 def tell_remarks(splits: Splits) -> None:

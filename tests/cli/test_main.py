@@ -19,6 +19,7 @@ import zarr
 
 from sympow import __version__, recipes
 from sympow.cli import generate, main, measure, train
+from sympow.data import load_tokenizer
 from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
 from sympow.ops import memory
@@ -504,6 +505,16 @@ def test_a_run_without_its_tokenizer(folder, fails, tmp_path):
     line = f"{run}/tokenizer.json is missing: the run's config names a tokenizer, 'bytes', saved there"
     assert fails("generate", run, "--prompt", "x") == line
     assert fails("evaluate", run) == line  # and does not train another
+
+
+def test_a_run_with_a_tokenizer_of_more_tokens(folder, fails, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "power", run)
+    train_bpe([Document("a", lambda: "a b c " * 99)], ["a"], 260, tmp_path).save(run)
+    size = load_tokenizer(run).vocab_size
+    line = f"{run}/tokenizer.json has {size} tokens, and the model knows 256: it is not the model's tokenizer"
+    for command in (["generate", run, "--prompt", "x"], ["evaluate", run], ["serve", run]):
+        assert fails(*command) == line
 
 
 def test_a_tokenizer_that_is_gone_since_the_training(folder, fails, tmp_path):

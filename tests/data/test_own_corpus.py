@@ -9,7 +9,7 @@ import pytest
 import zarr
 
 from sympow.cli import main
-from sympow.data import build_corpus, load_tokenizer
+from sympow.data import BPETokenizer, DataConfig, build_corpus, load_tokenizer, open_corpus
 from sympow.data.corpus_folder import read_entries
 from sympow.data.tokens import ByteTokenizer
 from tests.data.killed import killed_builds
@@ -18,6 +18,7 @@ from tests.data.trees import contents
 ROW = 64
 OPTIONS = {"vocab_size": 300, "row_tokens": ROW}
 BYTES = {"tokenizer": ByteTokenizer()}
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 WORDS = ("this", "is", "the", "text", "that", "one", "can", "read", "of", "it", "by", "hand", "stone", "river", "deep")
 
 
@@ -84,6 +85,20 @@ def test_a_name_twice_is_refused(tmp_path):
     (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n', mtime=0))
     with pytest.raises(ValueError, match=r"in holds a.jsonl:1 twice: remove one of the files"):
         build_corpus(tmp_path / "again", tmp_path / "in", **BYTES, row_tokens=1)
+
+
+def test_tokens_of_another_tokenizer_are_refused(corpus):
+    """A larger vocabulary has every number of the corpus, but they mean other texts."""
+    config = DataConfig(kind="zarr", path=str(corpus / "train.zarr"), tokenizer=str(corpus))
+    more = json.loads((corpus / "tokenizer.json").read_text())
+    more["added_tokens"] += [{"id": 300, "content": "<|new|>", "special": True, **dict.fromkeys(FLAGS, False)}]
+    same_and_more = BPETokenizer(json.dumps(more))
+    assert same_and_more.vocab_size == 301
+    assert open_corpus(config, tokenizer=same_and_more).train.vocab_size == 301
+    other = BPETokenizer.train([" ".join(f"{i}{i * i}" for i in range(400))] * 9, 320)
+    assert other.vocab_size == 320
+    with pytest.raises(ValueError, match=r"own has the tokens of its own tokenizer\.json; got another tokenizer"):
+        open_corpus(config, tokenizer=other)
 
 
 def test_the_command_trains_on_what_it_made(tmp_path, source, capsys, monkeypatch):

@@ -355,6 +355,29 @@ def test_generate_goes_on_from_a_given_cache(tokens):
     assert torch.equal(second.sequences, model.generate(more, **settings).sequences)
 
 
+@pytest.mark.parametrize("columns", [21, 20])
+def test_generate_refuses_an_input_without_a_new_token(columns, tokens):
+    """transformers would read the whole input once more, or nothing."""
+    model = hybrid()
+    cache = model(tokens).past_key_values
+    with pytest.raises(ValueError, match=f"has read 21 tokens, and the input with them has {columns}: give at least"):
+        model.generate(tokens[:, :columns], past_key_values=cache, max_new_tokens=2)
+
+
+def test_generate_refuses_to_read_a_cache_again_in_chunks(tokens):
+    model = hybrid()
+    cache = model(tokens[:, :9]).past_key_values
+    with pytest.raises(ValueError, match="prefill_chunk_size would read the tokens of past_key_values again"):
+        model.generate(tokens, past_key_values=cache, prefill_chunk_size=4, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
+def test_generate_refuses_padding_on_the_right(options, tokens):
+    """The first token would follow a token that was not read."""
+    with pytest.raises(ValueError, match=r"leaves out the last token of a row.*: pad on the left"):
+        hybrid().generate(tokens, attention_mask=left_padded(tokens)[0].flip(1), max_new_tokens=2, **options)
+
+
 @torch.no_grad()
 def test_the_cache_has_the_name_of_either_version(tokens):
     """transformers 5.24 calls it `cache`, older versions `past_key_values`; no name is silently ignored."""

@@ -100,7 +100,9 @@ def test_what_does_not_fit_is_refused(rows, tmp_path):
     mask = torch.ones_like(rows)
     mask[1, :5] = 0
     padded = model(rows, attention_mask=mask, use_cache=True).past_key_values
-    for each in (padded, SympowCache(3)):
+    joined = from_native(small_model())(rows, attention_mask=mask, use_cache=True).past_key_values
+    assert joined.groups == [[0, 1]]  # states of constant size are one group all the same
+    for each in (padded, joined, SympowCache(3)):
         with pytest.raises(ValueError, match="rows that have read the same number of tokens, without padding"):
             save_context(tmp_path / "x.ctx", model, each, rows, logits)
     save_context(tmp_path / "x.ctx", model, cache, rows, logits)

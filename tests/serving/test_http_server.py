@@ -20,7 +20,7 @@ from benchmarks.serving import untrained_run
 from sympow import serving
 from sympow.cli import main
 from sympow.cli.served_model import api_keys, engine_threads, load_served
-from sympow.data import ByteTokenizer
+from sympow.data import BPETokenizer, ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
 from sympow.ops import memory
@@ -309,3 +309,6 @@ def test_an_exported_folder_is_served(folder, tmp_path):
     prompt = torch.tensor([list(b"def main(")])
     answers = [generate(each.model, prompt, 8, temperature=0).tokens for each in (exported, run)]
     assert torch.equal(*answers) and exported.tokenizer.encode("±").tolist() == [194, 177]
+    BPETokenizer.train(["a b c " * 99], 260).save(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"hf/tokenizer\.json has 25\d tokens, and the model knows 256: it is not"):
+        load_served(str(tmp_path / "hf"), torch.device("cpu"))

@@ -118,6 +118,7 @@ class SympowCache(Cache):
         columns: the number of tokens seen, including tokens that the mask leaves out.
         before: the number of tokens read before these, and their hash, if the cache comes from a context file.
         most: the number of tokens that `generate` reads at most, those before included; None: any number.
+        padded: whether the mask has left out a token of a sequence.
     """
 
     def __init__(self, config: Any):
@@ -126,7 +127,7 @@ class SympowCache(Cache):
         self.columns = 0
         self.before = (0, NO_TOKENS)
         self.most: int | None = None
-        self._padded = False  # whether the mask has left out a token of a sequence
+        self.padded = False
         self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
 
@@ -150,7 +151,7 @@ class SympowCache(Cache):
         if read == self.most:  # the slots, if there are any, are full
             self.settle()
         if self._slots is None:
-            whole = self.groups == [list(range(tokens.shape[0]))] and not self._padded
+            whole = self.groups == [list(range(tokens.shape[0]))] and not self.padded
             if not whole:
                 return None
             state = ModelState(cast(list[MixerState], self.states(0)))
@@ -202,7 +203,7 @@ class SympowCache(Cache):
         Raises ValueError if the cache has another number of sequences.
         """
         self.settle()
-        self._padded |= counts is not None
+        self.padded |= counts is not None
         if not self.groups:
             self.groups = [list(range(rows))]
             for layer in self.layers:
@@ -264,7 +265,7 @@ class SympowCache(Cache):
     def reset(self) -> None:
         """Forgets all tokens: the cache is as new."""
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
-        self._slots, self._padded, self.most = None, False, None
+        self._slots, self.padded, self.most = None, False, None
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 

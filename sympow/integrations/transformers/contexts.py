@@ -52,7 +52,7 @@ def save_context(
     Raises ValueError if these arguments do not fit together, and the errors of `sympow.models.save_context`.
     """
     rows, columns = cache.batch_size, cache.columns
-    if cache.groups != [list(range(rows))]:
+    if cache.padded or cache.groups != [list(range(rows))]:
         raise ValueError("a context holds rows that have read the same number of tokens, without padding")
     if tuple(input_ids.shape) != (rows, columns):
         raise ValueError(f"input_ids must be what the cache has read, [{rows}, {columns}]; got {list(input_ids.shape)}")

@@ -430,11 +430,23 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        """Makes the cache of `generate` if none was given, and tells it how many tokens it will hold at most."""
+        """Makes the cache of `generate` if none was given, and tells it how many tokens it will hold at most.
+
+        Raises ValueError for what `generate` would read or continue in a wrong way.
+        """
         named = generation_config.cache_implementation
         if named not in (None, "dynamic"):
             raise ValueError(f"models of sympow have a cache of their own; got cache_implementation={named!r}")
-        given = model_kwargs.get(CACHE)
+        given, mask = model_kwargs.get(CACHE), model_kwargs["attention_mask"]  # which generate makes if there is none
+        if mask.ndim == 2 and not bool(mask[:, -1].all()):
+            raise ValueError("attention_mask leaves out the last token of a row, and generate continues from there: "
+                             "pad on the left")  # fmt: skip
+        read = given.columns if isinstance(given, SympowCache) else 0
+        if read and mask.shape[1] <= read:
+            raise ValueError(f"past_key_values has read {read} tokens, and the input with them has {mask.shape[1]}: "
+                             "give at least one token more")  # fmt: skip
+        if read and generation_config.prefill_chunk_size is not None:
+            raise ValueError("prefill_chunk_size would read the tokens of past_key_values again: set it to None")
         if given is not None:
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
