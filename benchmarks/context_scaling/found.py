@@ -73,6 +73,10 @@ class Found:
         row = self._times.get((variant, context, "compiled"))
         return None if row is None else row["tokens_per_second"]
 
+    def timed_on(self) -> str:
+        """Returns the processors on which steps were timed."""
+        return ", ".join(sorted({row["processor"] for row in self._times.values()}))
+
     def mean(self, run: Run, name: str) -> Interval | None:
         """Returns a column's mean over all samples of a run."""
         return interval([row[name] for row in self.rows(run).values() if row[name] is not None])

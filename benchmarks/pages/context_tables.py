@@ -99,6 +99,10 @@ class Evidence:
         """Returns tokens a second of training, alone on a GPU; None where they were not timed."""
         return self._found.speed(variant, context)
 
+    def timed_on(self) -> str:
+        """Returns the processors on which training was timed."""
+        return self._found.timed_on()
+
     def step_microseconds(self, variant: str) -> float | None:
         """Returns the mean time of a decoding step of a layer over 65,536 tokens, 12 heads, one sequence.
 
@@ -166,7 +170,7 @@ def short_table(evidence: Evidence) -> str:
     """Returns a row for each model: losses in rows as trained and in whole documents, speed, and bytes."""
     tokens = evidence.far()
     heading = (f"{_millions(tokens or 0)} tokens in rows of {TRAINED_AT:,} | loss, nats (95%) | "
-               f"loss in rows of {DOCUMENT:,} | training in such rows, tokens/s on an H200 | "
+               f"loss in rows of {DOCUMENT:,} | training in such rows, tokens/s on an {evidence.timed_on()} | "
                "MB of a sequence of 4,096; 65,536; 1M tokens")  # fmt: skip
     lines = []
     for variant in FIVE:
