@@ -437,13 +437,15 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         named = generation_config.cache_implementation
         if named not in (None, "dynamic"):
             raise ValueError(f"models of sympow have a cache of their own; got cache_implementation={named!r}")
-        given, mask = model_kwargs.get(CACHE), model_kwargs["attention_mask"]  # which generate makes if there is none
-        if mask.ndim == 2 and not bool(mask[:, -1].all()):
+        given, mask = model_kwargs.get(CACHE), model_kwargs["attention_mask"]
+        if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
             raise ValueError("attention_mask leaves out the last token of a row, and generate continues from there: "
                              "pad on the left")  # fmt: skip
+        # Newer versions of transformers drop a mask of ones, and keep its length.
+        columns = generation_config._mask_length if mask is None else mask.shape[1]
         read = given.columns if isinstance(given, SympowCache) else 0
-        if read and mask.shape[1] <= read:
-            raise ValueError(f"past_key_values has read {read} tokens, and the input with them has {mask.shape[1]}: "
+        if read and columns <= read:
+            raise ValueError(f"past_key_values has read {read} tokens, and the input with them has {columns}: "
                              "give at least one token more")  # fmt: skip
         if read and generation_config.prefill_chunk_size is not None:
             raise ValueError("prefill_chunk_size would read the tokens of past_key_values again: set it to None")
