@@ -126,9 +126,10 @@ class _Limits(NamedTuple):
     of_a_program: int  # numbers of a state that a program keeps
     of_a_thread: int  # of these numbers
     of_a_tile: int  # of the numbers of a tile of other rows that are a thread's own
+    columns: int  # of a program that reads most rows twice
 
 
-_HOPPER, _INTERPRETER = _Limits(32768, 128, 4), _Limits(32, 1, 1)
+_HOPPER, _INTERPRETER = _Limits(32768, 128, 4, 64), _Limits(32, 1, 1, 8)
 _REGISTERS = 65536  # of an SM
 _SECTOR = 8  # numbers that the L2 cache reads at once
 
@@ -146,19 +147,23 @@ def _plan(pairs: int, dim: int, value_dim: int, rows: int, device: torch.device)
     kept, least = next_power_of_2(dim + 1) // 2, min(_SECTOR, columns)
     while columns > least and (kept * columns > limits.of_a_program or pairs * ceil_div(value_dim, columns) < few):
         columns //= 2
-    numbers, of_a_thread = limits.of_a_program, limits.of_a_thread
-    many = dim - kept > kept // 8 or kept * columns > numbers
-    if many:  # the loops over many other rows need registers too, and an SM should have two programs
-        numbers, of_a_thread = max(1, numbers // 2), max(1, of_a_thread // 2)
-    kept = min(kept, max(1, numbers // columns))
+    programs, of_a_tile = 1, limits.of_a_tile  # programs of an SM at once
+    if dim - kept > kept // 8 or kept * columns > limits.of_a_program:
+        # The loops over many other rows need registers too, and wait for memory: an SM should have several programs.
+        # Many columns share the monomials of a row.
+        programs, wide = 2, min(limits.columns, next_power_of_2(value_dim))
+        if pairs * ceil_div(value_dim, wide) >= 2 * few:
+            programs, columns, of_a_tile = 4, wide, 2 * of_a_tile
+    of_a_thread = max(1, limits.of_a_thread // min(2, programs))
+    kept = min(kept, max(1, limits.of_a_program // programs // columns))
     warps = max(1, kept * columns // (32 * of_a_thread))
     # A thread has a sum of its own for each of its numbers of a tile and each query head.
-    tile = max(1, 32 * warps * max(1, min(limits.of_a_tile, 16 // heads)) // columns)
+    tile = max(1, 32 * warps * max(1, min(of_a_tile, 4 * of_a_tile // heads)) // columns)
     if knobs.runtime.interpret:
         tile = max(1, limits.of_a_program // columns)
-    sizes = {"HEADS": heads, "COLUMNS": columns, "KEPT": kept, "ROWS": tile, "STAGES": 3 if dim - kept > tile else 1}
-    registers = min(255, _REGISTERS // (32 * warps) // (1 + many))
-    return sizes | {"num_warps": warps, "maxnreg": registers}
+    stages = 1 if dim - kept <= tile else max(3, programs)
+    sizes = {"HEADS": heads, "COLUMNS": columns, "KEPT": kept, "ROWS": tile, "STAGES": stages}
+    return sizes | {"num_warps": warps, "maxnreg": min(255, _REGISTERS // (32 * warps) // programs)}
 
 
 def _fake(q, k, v, beta, log_g, s, p):
