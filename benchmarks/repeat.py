@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.common.code_hash import code_hash, part_of
+from benchmarks.common.code_hash import code_hash, is_present, part_of
 from benchmarks.common.measure import known, read, refuses, write
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -53,6 +53,7 @@ _RECALL = "label mixers width heads layers mlp_ratio positions train test length
 _LOSS = {"held_out_loss": SEEDS}
 RULES = {  # the first that matches
     "ops_*": Rule(f"{_SHAPE} peer", {"ms": TIME, "ratio": RATIO}),
+    "delta_steps_*": Rule(_SHAPE, {"us": TIME}),
     "delta_*": Rule(f"{_SHAPE} peer", {"ms": TIME, "ratio": RATIO}),
     "chunks_*": Rule(f"{_SHAPE} impl chunk", {"ms": TIME}),
     "powers_*": Rule(f"{_SHAPE} form chunk", {"ms": TIME}),
@@ -122,7 +123,7 @@ def compare(name: str, old: Sequence[dict[str, Any]], new: dict[str, Any]) -> It
     if len(same) != 1:
         raise ValueError(f"expected one row of {name} with {key}; got {len(same)}")
     processor, commit = new.get("processor"), new.get("commit")
-    code = new.get("code") or code_hash(part_of(Path(name), processor), commit)
+    code = new.get("code") or code_hash(part_of(name, new).name, commit)
     if code is None:
         raise ValueError(f"expected the hash of the code, or a commit that git knows; got {commit}")
     values = {column: allowed for column, allowed in rule.values.items() if same[0].get(column) is not None}
@@ -154,10 +155,17 @@ def _spread(rule: Rule, rows: Sequence[dict[str, Any]], row: dict[str, Any], col
     return round(2 * max(found.get(str(key_of(rule, row | {"seed": None}, row)), 0.0), median(found.values())), 5)
 
 
-def confirmed(table: Path, name: str, code: str | None) -> int:
-    """Returns how many rows of a file were repeated with some code; 0 if a value of one does not agree."""
-    lines = [line for line in known(table) if (line["file"], line["code"]) == (name, code)]
+def confirmed(table: Path, name: str, part: str) -> int:
+    """Returns how many rows of a file were repeated with the present code of a part, by name; 0 if a value of one does
+    not agree."""
+    lines = [line for line in known(table) if line["file"] == name and _repeats(line, part)]
     return len({str(line["key"]) for line in lines}) if all(line["agrees"] for line in lines) else 0
+
+
+def _repeats(line: dict[str, Any], part: str) -> bool:
+    """Returns whether a line of the record is of the present code of a part."""
+    own = part_of(line["file"], line)
+    return own.name == part and is_present(own, line["commit"], line["code"])
 
 
 @refuses

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common.code_hash import code_hash, part_of
+from benchmarks.common.code_hash import is_present, part_of
 from benchmarks.common.measure import known, read
 from benchmarks.pages import context_tables
 from benchmarks.pages.learning_tables import learning_table
@@ -133,6 +133,16 @@ def delta_table(rows: list[dict]) -> str:
         f"K = V | B | H | G | T | mode | ms | {rows[0]['peer']} | times the time of p = 2 | extra memory, MB | of p = 2"
     )
     return titled(heading, lines, rows, f"p {rows[0]['p']}, gated, {rows[0]['dtype']}", left=(5,))
+
+
+def delta_steps_table(rows: list[dict]) -> str:
+    """Returns a row for each shape of a step of the delta rule, beside plain torch and a pass over the state."""
+    lines = []
+    for row in rows:
+        cells = [*(row[name] for name in ("p", "K", "V", "B", "H", "G")), f"{row['us']:,.1f}"]
+        lines.append([*cells, f"{row['plain_us']:,.0f}", f"{row['pass_us']:,.1f}", f"{row['share_of_pass']:.0%}"])
+    heading = "p | K | V | B | H | G | us a token | plain torch, us | a pass over the state, us | pass, of a step"
+    return titled(heading, lines, rows, f"gated, {rows[0]['dtype']}, state float32, as CUDA graphs", left=())
 
 
 def decoding_gpu_table(rows: list[dict]) -> str:
@@ -309,6 +319,7 @@ TABLES = {
     "ops_cpu.csv": ops_table,
     "ops_h200.csv": gpu_table,
     "delta_gpu.csv": delta_table,
+    "delta_steps_gpu.csv": delta_steps_table,
     "positions_h200.csv": positions_table,
     "host_h200.csv": host_table,
     "decoding_cpu.csv": decoding_table,
@@ -397,20 +408,21 @@ def stale(path: Path) -> list[str]:
 
 
 def earlier(path: Path) -> dict[str, set[str]]:
-    """Returns the commits of rows whose code has changed since the measurement, by the part of the code.
+    """Returns the commits of rows whose code has changed since the measurement, by the name of the part of the code.
 
-    A row contains the hash of its code. For a row without a hash, the hash of the code at its commit is used. Rows of a
-    commit that git does not know are stale. Rows that name neither a commit nor a hash are left out.
+    What a row does not run may change. Rows of a commit that git does not know are stale, unless they contain the hash
+    of the present code. Rows that name neither a commit nor a hash are left out.
     """
+    name = path.relative_to(RESULTS).as_posix()
     runs = {
-        (part_of(path, row.get("processor")), row.get("commit") or "unknown", row.get("code"))
+        (part_of(name, row), row.get("commit") or "unknown", row.get("code"))
         for row in known(path)
         if row.get("commit") or row.get("code")
     }
     found: dict[str, set[str]] = {}
     for part, commit, code in sorted(runs, key=str):
-        if (code or code_hash(part, commit)) != code_hash(part):
-            found.setdefault(part, set()).add(commit)
+        if not is_present(part, commit, code):
+            found.setdefault(part.name, set()).add(commit)
     return found
 
 
@@ -418,7 +430,7 @@ def repetitions(path: Path) -> int:
     """Returns how many rows of a file of earlier code were repeated with the present code; 0 if that does not confirm
     the file."""
     name = path.relative_to(RESULTS).as_posix()
-    counts = [confirmed(RESULTS / REPEATED, name, code) for code in {code_hash(part) for part in earlier(path)}]
+    counts = [confirmed(RESULTS / REPEATED, name, part) for part in earlier(path)]
     return sum(counts) if all(counts) else 0
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import re
 import subprocess
 import tarfile
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "sympow.ops.triton"
@@ -20,10 +23,57 @@ ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.reference")}
 
 
-def part_of(path: Path, processor: str | None) -> str:
-    """Returns the part that a row of a file of results measured: by its processor, or else by the file's name."""
+# Modules of kernels that only the delta rule runs, and those that only single steps run.
+OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.delta_step")
+OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
+# Files of results whose programs do no single step: they train, or time calls of whole rows.
+NO_STEPS = ("learning.csv", "block_search.csv", "context_scaling/*", "ar_hits/*", "mqar_*", "training_*", "ops_*",
+            "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
+
+
+class Part(NamedTuple):
+    """Describes the code that a row measured: a part of `sympow`, and what of it the row does not run."""
+
+    name: str
+    not_run: tuple[str, ...] = ()
+
+
+def part_of(name: str, row: Mapping[str, Any]) -> Part:
+    """Returns the part that a row measured.
+
+    Args:
+        name: of the file of results, with its folders.
+        row: names the processor in a column; without one, the file's name tells the device. A row runs the kernels of
+            the delta rule if its texts, or the file's name, name it.
+    """
+    processor, path = row.get("processor"), Path(name)
     on_cpu = not processor.startswith("NVIDIA") if processor else path.stem.endswith("_cpu")
-    return PARTS["cpu" if on_cpu else "cuda"]
+    if on_cpu:
+        return Part(PARTS["cpu"])
+    not_run: set[str] = set()
+    if not any("delta" in str(text).lower() for text in (name, *row.values())):
+        not_run.update(OF_DELTA_RULE)
+    if any(fnmatch(name, pattern) for pattern in NO_STEPS):
+        not_run.update(OF_STEPS)
+    return Part(PARTS["cuda"], tuple(sorted(not_run)))
+
+
+def is_present(part: Part, commit: str, code: str | None) -> bool:
+    """Returns whether a row measured the code of its part as it is now.
+
+    What the row does not run may have changed, and so may the underscore before a name.
+
+    Args:
+        part: what the row measured.
+        commit: that the row names.
+        code: the hash that the row contains; None: the code at the commit was measured.
+    """
+    if code is not None and code == code_hash(part.name):
+        return True
+    if code is not None and code != code_hash(part.name, commit):
+        return False
+    then = _run_by(part, commit)
+    return then is not None and then == _run_by(part)
 
 
 @lru_cache
@@ -42,6 +92,16 @@ def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
     return None if files is None else hash_of_files(part, files)
 
 
+@lru_cache(maxsize=512)
+def _run_by(part: Part, commit: str | None = None) -> str | None:
+    """Returns the hash of the modules that a row runs, without the underscores before names."""
+    files = _files_now() if commit is None else _files_at(commit)
+    if files is None:
+        return None
+    lines = (_names_and_code(files[path])[1] for path in _modules(part.name, files, part.not_run))
+    return hashlib.sha256(re.sub(r"\b_+(?=[a-z])", "", "\n".join(lines)).encode()).hexdigest()
+
+
 def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
     """Returns what `code_hash` returns for a checkout of `files`, sources by their paths."""
     modules = _modules(part, files)
@@ -49,14 +109,14 @@ def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
     return hashlib.sha256(code.encode()).hexdigest()[:12] if modules else None
 
 
-def _modules(part: str, files: Mapping[str, str]) -> list[str]:
+def _modules(part: str, files: Mapping[str, str], not_run: Sequence[str] = ()) -> list[str]:
     """Returns the paths of the modules of `part`, and of all modules that they import and may run, in order."""
     own = [name.replace(".", "/") for name in (part, *ALSO.get(part, ()))]
-    not_run = {f"{name.replace('.', '/')}.py" for name in NOT_RUN.get(part, ())}
+    left_out = {f"{name.replace('.', '/')}.py" for name in (*NOT_RUN.get(part, ()), *not_run)}
     found, waiting = set(), [path for path in files for at in own if path == at + ".py" or path.startswith(at + "/")]
     while waiting:
         path = waiting.pop()
-        if path not in found | not_run:
+        if path not in found | left_out:
             found.add(path)
             waiting += _imported(path, files)
     return sorted(found)
@@ -109,7 +169,7 @@ def _files_now() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("sympow/**/*.py")}
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _files_at(commit: str) -> dict[str, str] | None:
     archive = subprocess.run(["git", "archive", commit, "sympow"], capture_output=True, cwd=ROOT)
     if archive.returncode:

@@ -48,6 +48,57 @@ def test_it_does_not_depend_on_comments_and_docstrings(same):
     assert hashed("sympow.ops.a", a=same.replace("1", "'# 1'")) != hashed("sympow.ops.a")
 
 
+TRITON = {
+    "sympow/ops/triton/adapt.py": "from sympow.ops.triton import decode, output\n",
+    "sympow/ops/triton/decode.py": "def _rows(): return 1\n",
+    "sympow/ops/triton/delta.py": "from sympow.ops.delta_solve import solve\n",
+    "sympow/ops/triton/delta_step.py": "from sympow.ops.triton.decode import rows\n",
+    "sympow/ops/triton/output.py": "tile = 1\n",
+    "sympow/ops/delta_solve.py": "solve = 1\n",
+}
+POWER, DELTA = {"variant": "power"}, {"variant": "heads_delta"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "run"),
+    [
+        ("learning.csv", POWER, {"adapt", "output"}),
+        ("learning.csv", DELTA, {"adapt", "output", "delta", "delta_solve"}),
+        ("decoding_h200.csv", POWER, {"adapt", "output", "decode"}),
+        ("delta_steps_gpu.csv", {}, {"adapt", "output", "delta", "delta_solve", "decode", "delta_step"}),
+        ("new.csv", POWER | {"mixers": "Gated DeltaNet"},
+         {"adapt", "output", "delta", "delta_solve", "decode", "delta_step"}),
+    ],
+)  # fmt: skip
+def test_a_row_is_of_the_present_code_if_what_it_runs_is(monkeypatch, name, row, run):
+    """Where its hash is that of all the code at its commit."""
+    part = code_hash.part_of(name, row)
+    for path in TRITON:
+        now = TRITON | {path: TRITON[path] + "y = 0\n"}
+        found = present(monkeypatch, part, now)
+        assert found == (path.rsplit("/", 1)[1][:-3] not in run), path
+    assert present(monkeypatch, part, now, code="0" * 12) is False
+
+
+def test_the_underscore_of_a_name_does_not_count(monkeypatch):
+    for decode, same in (("def rows(): return 1\n", True), ("def _rows(): return 2\n", False)):
+        now = TRITON | {"sympow/ops/triton/decode.py": decode}
+        assert present(monkeypatch, code_hash.part_of("decoding_h200.csv", POWER), now) == same
+
+
+def present(monkeypatch, part, now, code=None):
+    """Returns whether a row of the files TRITON is of the present code, if the files are `now`."""
+    monkeypatch.setattr(code_hash, "_files_now", lambda: now)
+    monkeypatch.setattr(code_hash, "_files_at", {"then": TRITON}.get)
+    for function in (code_hash.code_hash, code_hash._run_by):
+        function.cache_clear()
+    try:
+        return code_hash.is_present(part, "then", code or code_hash.hash_of_files(code_hash.KERNELS, TRITON))
+    finally:
+        for function in (code_hash.code_hash, code_hash._run_by):
+            function.cache_clear()
+
+
 def test_files_of_the_checkout_and_of_commits():
     now = code_hash.code_hash()
     assert now is not None and len(now) == 12 and now != code_hash.code_hash("sympow.ops.eager")

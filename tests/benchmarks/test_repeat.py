@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import repeat, tables
+from benchmarks.common import code_hash as hashes
 from benchmarks.common.measure import read, write
 
 NOW, THEN = "222222222222", "11e111111111"
@@ -11,14 +12,19 @@ SPEED = {"B": 1, "T": 1024, "peer": "cuDNN", "ms": 1.0, "ratio": 2.0, "processor
 LOSS = {"variant": "power", "context": 4096, "seed": 0, "held_out_loss": 2.0, "processor": H200, "commit": "a"}
 
 
+def patch_hashes(monkeypatch, code_hash):
+    for module in (hashes, repeat):
+        monkeypatch.setattr(module, "code_hash", code_hash)
+    monkeypatch.setattr(hashes, "_run_by", lambda part, commit=None: code_hash(part.name, commit))
+
+
 @pytest.fixture
 def repeated(monkeypatch, tmp_path):
     """Returns a function that writes a file of earlier code, repeats rows, and returns the exit status and what is
     stale then."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(repeat, "RESULTS", tmp_path)
-    for module in (tables, repeat):
-        monkeypatch.setattr(module, "code_hash", lambda part, commit=None: {"a": THEN, None: NOW}.get(commit))
+    patch_hashes(monkeypatch, lambda part, commit=None: {"a": THEN, None: NOW}.get(commit))
 
     def run(name, old, *new):
         write(tmp_path / name, old)
@@ -108,9 +114,8 @@ def test_a_case_that_the_file_does_not_have(repeated, capsys, changed):
 
 def test_each_part_of_the_code_needs_a_repetition(repeated, monkeypatch):
     """In a file with rows of a GPU and of a CPU."""
-    hashes = {"sympow.ops.eager": "555555555555"}
-    for module in (tables, repeat):
-        monkeypatch.setattr(module, "code_hash", lambda part, commit=None: THEN if commit else hashes.get(part, NOW))
+    own = {"sympow.ops.eager": "555555555555"}
+    patch_hashes(monkeypatch, lambda part, commit=None: THEN if commit else own.get(part, NOW))
     old = [LOSS, LOSS | {"seed": 1, "processor": "CPU"}]
     assert repeated("learning.csv", old, new(LOSS)) == (0, ["a"])
     assert repeated("learning.csv", old, new(LOSS, seed=1, processor="CPU", code="555555555555")) == (0, [])
