@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +75,28 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()  # a graph must not read casts of weights that no longer exist when it runs
         # Other threads, such as those of a server, may use the device during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._advance(tokens, state)
         torch.clear_autocast_cache()
         self._pool = graph.pool()
         return _Graph(graph.replay, tokens, logits)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Captures what the block launches as a graph, with the options of `torch.cuda.graph`.
+
+    A graph that Python's garbage collector frees would end the capture with an error. So it runs before, not meanwhile.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def rounded(rows: int) -> int:

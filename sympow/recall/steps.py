@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.models import RecallModel
+from sympow.models.step_graphs import capturing
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
 from sympow.recall.rows import TRAIN, VALIDATION, RecallScore, load, measure
@@ -169,7 +170,7 @@ class RecallTraining:
         else:
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph):
+                with capturing(graph):
                     self._train_step(part)
             except RuntimeError as error:
                 label, why = self.config.architecture.label, str(error).splitlines()[0]

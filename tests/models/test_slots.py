@@ -1,12 +1,16 @@
 """Sequences of different lengths in one batch: each as if it were alone, through any order of coming and going."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from sympow.layers.state_file import serialize
 from sympow.models import Context, LanguageModel, MixerConfig, ModelConfig, generate, stream
 from sympow.models.slots import Slots
-from sympow.models.step_graphs import rounded
+from sympow.models.step_graphs import capturing, rounded
 from sympow.ops import DecodingState
 from sympow.ops.memory import Memory
 from tests.integrations.small import CASES, VOCAB, small_model
@@ -362,3 +366,28 @@ def test_the_spare_room_of_a_window_does_not_count():
     slots = Slots(model, 1)
     slots.put(context.state, 3)
     assert slots.step(torch.tensor([1])).isfinite().all()
+
+
+class Cycle:
+    """Garbage that only the collector frees, as a graph of a model that is no longer used."""
+
+    def __init__(self):
+        self.me = self
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_before_a_capture_and_not_meanwhile(monkeypatch, enabled):
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    was = gc.isenabled()
+    gc.disable()
+    before = weakref.ref(Cycle())
+    if enabled:
+        gc.enable()
+    try:
+        assert before() is not None
+        with pytest.raises(RuntimeError, match="in the block"), capturing(None, pool=1):
+            assert before() is None and not gc.isenabled()
+            raise RuntimeError("in the block")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
