@@ -92,7 +92,7 @@ def add(command: AddCommand) -> None:
     add_path(hits, "--csv", "FILE", "Write losses and gaps into this file.")
     add_path(hits, "--plot", "FILE", "Draw losses by count and distance into this image.")
     add_path(hits, "--html", "FILE", "Write sequences of coloured text as a page.")
-    add_number(hits, "--examples", "Show N sequences on the page.", 4)
+    add_number(hits, "--examples", "Show N sequences on the page of --html (default: 4).")
     add_number(hits, "--show", "Print the last N tokens of a sequence in colour.")
     hits.add_argument("--device", default="auto", help=DEVICE)
     hits.add_argument("--quiet", action="store_true", help="Print the results only, without progress.")
@@ -125,8 +125,8 @@ def add(command: AddCommand) -> None:
     needles.add_argument("--values", choices=("digits", "words"), nargs="+", default=["digits", "words"],
                          help="Let values be numbers or words (default: both).")  # fmt: skip
     add_path(needles, "--text", "FILE", "Hide statements in this prose (default: four sentences, repeated).")
-    add_number(needles, "--keys", "Make N statements in multikey.", 4)
-    add_number(needles, "--hops", "Give the value to N more names in tracing.", 4)
+    add_number(needles, "--keys", "Make N statements in multikey (default: 4).")
+    add_number(needles, "--hops", "Give the value to N more names in tracing (default: 4).")
     needles.set_defaults(execute=run_needles, rest="runs")
 
     sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", _SIZES)
@@ -194,6 +194,8 @@ def run_ar_hits(options: argparse.Namespace) -> None:
     from sympow.evaluation.ar_hits_text import to_html, to_terminal
     from sympow.training.devices import resolve_device
 
+    if options.examples and not options.html:
+        raise ValueError("--examples is of the page that --html names; got no --html")
     check_table(options.csv, COLUMNS)
     check_page(options.html, to_html([], _HITS).partition("<style>")[0])
     check_image(options.plot)
@@ -214,7 +216,7 @@ def run_ar_hits(options: argparse.Namespace) -> None:
     if options.plot:
         plot_ar_hits(measured.losses, options.plot)
     if options.html:
-        page = to_html(measured.examples(options.examples), _HITS)
+        page = to_html(measured.examples(options.examples or 4), _HITS)
         Path(options.html).write_text(page, encoding="utf-8")
     if options.show:
         (row,) = measured.examples(1)
@@ -257,7 +259,11 @@ def run_needles(options: argparse.Namespace) -> int | None:
     from sympow.evaluation.passkey import FILLER
 
     check_table(options.csv, NeedleRow._fields)
-    made = {name: getattr(options, name) for name in ("values", "texts", "keys", "hops", "seed", "quiet")}
+    for name, task in (("keys", "multikey"), ("hops", "tracing")):
+        if getattr(options, name) and task not in options.task:
+            raise ValueError(f"--{name} is of the task {task}; got --task {' '.join(options.task)}")
+    made = {name: getattr(options, name) for name in ("values", "texts", "seed", "quiet")}
+    made |= {"keys": options.keys or 4, "hops": options.hops or 4}
     try:
         text = FILLER if options.text is None else Path(options.text).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -190,7 +190,10 @@ def probe_runs(
             found: Probed = probe(
                 each.model, each.vocab_size, count, queries=queries, seed=seed, length=length, filler=filler
             )
-            scores = "".join(f"{score.loss:>9.3f}{score.accuracy:>9.1%}" for score in (found.asked, found.filler))
+            scores = "".join(
+                f"{score.loss:>9.3f}{score.accuracy:>9.1%}" if score.tokens else f"{'none':>9}{'none':>9}"
+                for score in (found.asked, found.filler)
+            )
             lines.append(f"{label:{width}}  {count:>5} {found.length:>7,}{scores}{1 / count:>10.1%}")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,10 @@ LOGIT_ELEMENTS = 1 << 25  # of the logits formed at once, at least those of a pa
 
 
 class Score(NamedTuple):
-    """Holds the mean loss in nats over `tokens` targets, and the share of targets that are the likeliest prediction."""
+    """Holds the mean loss in nats over `tokens` targets, and the share of targets that are the likeliest prediction.
+
+    Both are NaN where there is no target, as the filler of passages that are full of pairs.
+    """
 
     loss: float
     accuracy: float
@@ -116,7 +120,10 @@ def probe(
         model.train(training)
     loss, right = np.concatenate(found, axis=1)
     asked_score, filler_score = (
-        Score(float(loss[where].mean()), float(right[where].mean()), int(where.sum())) for where in (asked, fill)
+        Score(float(loss[where].mean()), float(right[where].mean()), int(where.sum()))
+        if where.any()
+        else Score(math.nan, math.nan, 0)
+        for where in (asked, fill)
     )
     return Probed(pairs, tokens.shape[1], asked_score, filler_score)
 

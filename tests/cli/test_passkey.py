@@ -112,6 +112,8 @@ def test_needles(run, tmp_path, capsys):
         (["--text", f"{tmp_path}/nothing"], "nothing: No such file or directory"),
         (["--text", f"{tmp_path}/bytes"], f"{tmp_path}/bytes is not UTF-8 text: "),
         (["--keys", "1000"], "expected 1 to"),
+        (["--task", "single", "--keys", "2"], "--keys is of the task multikey; got --task single"),
+        (["--task", "single", "multikey", "--hops", "2"], "--hops is of the task tracing; got --task single multikey"),
     ):
         code = 2
         try:

@@ -102,6 +102,8 @@ def test_recall_probe_of_one_length(folder, capsys):
     assert main(["recall-probe", f"{folder}/power", *words]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[1:3] for row in rows] == [["4", "128"], ["16", "128"]]
+    assert main(["recall-probe", f"{folder}/power", "--pairs", "4", "--queries", "16", "--length", "16"]) == 0
+    assert capsys.readouterr().out.split()[-3:-1] == ["none", "none"]  # no filler
     assert main(["recall-probe", f"{folder}/power", "--length", "60"]) == 2
     assert "holds no passage of 16 pairs in 60 tokens" in capsys.readouterr().err
 
@@ -131,6 +133,7 @@ def test_recall_probe(folder, capsys):
             ["recall-probe", "{}/power", "--queries", str(2**62)],
             "with queries in 288,230,376,151,711,744 passages need",
         ),
+        (["ar-hits", "{}/power", "--examples", "2"], "--examples is of the page that --html names; got no --html"),
         (["ar-hits", "{}/power", "--plot", "{}/x.xyz"], "x.xyz: an image is one of "),
     ],
 )
