@@ -240,7 +240,10 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     if execution.checkpoint_activations:
         model.checkpoint_activations()
     if execution.compile:
-        model.compile_parts()
+        # Rows of two lengths get a graph each: torch 2.11 cannot compile windows on a GPU for rows of any length. The
+        # borders of packed documents, whose number changes at every step, must be of any length.
+        lengths = config.training.short_context is not None and not config.data.pack
+        model.compile_parts(dynamic=False if lengths else None)
     if ranks.size == 1:
         return
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

@@ -412,6 +412,27 @@ def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     assert load_model(tmp_path / "compiled").step == 3
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+@pytest.mark.parametrize(("pack", "dynamic"), [(False, False), (True, None)])
+def test_rows_of_two_lengths_have_graphs_of_their_own(tmp_path, make_config, make_batches, monkeypatch, pack, dynamic):
+    """Not where documents are packed: the number of their borders changes at every step."""
+    given = set()
+
+    def compile_part(self, **options):  # with a backend that needs no compiler
+        given.add(options["dynamic"])
+        real(self, backend="eager", **options)
+
+    real = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", compile_part)
+    config = make_config("softmax", steps=4, short_context=4, short_share=0.5)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, pack=pack))
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
+    train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
+    assert given == {dynamic} and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_utilization_is_logged_where_the_peak_is_known(tmp_path, make_config, make_batches, monkeypatch):
     config = make_config(steps=2)
     monkeypatch.setattr(trainer, "peak_flops", lambda device, precision: 1e9)
