@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from sympow.evaluation.passkey import PasskeyRow, plot_passkeys
-from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.evaluation.plot import curve_style
 
 Row = dict[str, Any]
 HEIGHT = (1.9, 3.4)  # nats
@@ -93,4 +93,4 @@ def _panel() -> tuple[Figure, Any]:
 def _styles(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     """Returns how each student is drawn, by its name."""
     names = dict.fromkeys(_student(row) for row in rows if row["kind"] == "stage")
-    return {name: {"color": COLOURS[n], "marker": MARKERS[n]} for n, name in enumerate(names)}
+    return {name: curve_style(n) for n, name in enumerate(names)}
