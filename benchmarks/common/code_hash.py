@@ -72,8 +72,8 @@ def is_present(part: Part, commit: str, code: str | None) -> bool:
         return True
     if code is not None and code != code_hash(part.name, commit):
         return False
-    then = _run_by(part, commit)
-    return then is not None and then == _run_by(part)
+    then = run_hash(part, commit)
+    return then is not None and then == run_hash(part)
 
 
 @lru_cache
@@ -93,11 +93,14 @@ def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
 
 
 @lru_cache(maxsize=512)
-def _run_by(part: Part, commit: str | None = None) -> str | None:
-    """Returns the hash of the modules that a row runs, without the underscores before names."""
+def run_hash(part: Part, commit: str | None = None) -> str | None:
+    """Returns a hash of the modules that a row runs, at a commit or now; None if git does not know the commit."""
     files = _files_now() if commit is None else _files_at(commit)
-    if files is None:
-        return None
+    return None if files is None else hash_of_run(part, files)
+
+
+def hash_of_run(part: Part, files: Mapping[str, str]) -> str:
+    """Returns what `run_hash` returns for a checkout of `files`. The underscores before names do not count."""
     lines = (_names_and_code(files[path])[1] for path in _modules(part.name, files, part.not_run))
     return hashlib.sha256(re.sub(r"\b_+(?=[a-z])", "", "\n".join(lines)).encode()).hexdigest()
 

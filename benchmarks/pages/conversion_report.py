@@ -15,7 +15,8 @@ from benchmarks.tables import with_stale_lines
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/conversion")
 PAGE = ROOT / "docs" / "results" / "conversion.md"
-STUDENTS = ("hybrid", "hybrid_delta", "hybrid_delta2", "delta", "deltanet", "const", "power", "windows")  # in the order of the page
+# In the order of the page.
+STUDENTS = ("hybrid", "hybrid_delta", "hybrid_delta2", "delta", "deltanet", "const", "power", "windows")
 Row = dict[str, Any]
 
 

@@ -70,33 +70,37 @@ POWER, DELTA = {"variant": "power"}, {"variant": "heads_delta"}
          {"adapt", "output", "delta", "delta_solve", "decode", "delta_step"}),
     ],
 )  # fmt: skip
-def test_a_row_is_of_the_present_code_if_what_it_runs_is(monkeypatch, name, row, run):
-    """Where its hash is that of all the code at its commit."""
+def test_what_a_row_runs(name, row, run):
     part = code_hash.part_of(name, row)
+    before = code_hash.hash_of_run(part, TRITON)
     for path in TRITON:
-        now = TRITON | {path: TRITON[path] + "y = 0\n"}
-        found = present(monkeypatch, part, now)
-        assert found == (path.rsplit("/", 1)[1][:-3] not in run), path
-    assert present(monkeypatch, part, now, code="0" * 12) is False
+        changed = before != code_hash.hash_of_run(part, TRITON | {path: TRITON[path] + "y = 0\n"})
+        assert changed == (path.rsplit("/", 1)[1][:-3] in run), path
 
 
-def test_the_underscore_of_a_name_does_not_count(monkeypatch):
+def test_the_underscore_of_a_name_does_not_count():
+    part = code_hash.part_of("decoding_h200.csv", POWER)
     for decode, same in (("def rows(): return 1\n", True), ("def _rows(): return 2\n", False)):
         now = TRITON | {"sympow/ops/triton/decode.py": decode}
-        assert present(monkeypatch, code_hash.part_of("decoding_h200.csv", POWER), now) == same
+        assert (code_hash.hash_of_run(part, TRITON) == code_hash.hash_of_run(part, now)) == same
 
 
-def present(monkeypatch, part, now, code=None):
-    """Returns whether a row of the files TRITON is of the present code, if the files are `now`."""
-    monkeypatch.setattr(code_hash, "_files_now", lambda: now)
-    monkeypatch.setattr(code_hash, "_files_at", {"then": TRITON}.get)
-    for function in (code_hash.code_hash, code_hash._run_by):
-        function.cache_clear()
-    try:
-        return code_hash.is_present(part, "then", code or code_hash.hash_of_files(code_hash.KERNELS, TRITON))
-    finally:
-        for function in (code_hash.code_hash, code_hash._run_by):
-            function.cache_clear()
+@pytest.mark.parametrize(
+    ("code", "run", "present"),
+    [
+        ("now", "other", True),  # the whole code is the present one
+        ("then", "now", True),  # the code of the commit, of which the row runs what did not change
+        ("then", "other", False),
+        ("modified", "now", False),  # not the code of the commit
+        (None, "now", True),
+        (None, "other", False),
+        (None, None, False),  # git does not know the commit
+    ],
+)
+def test_a_row_is_of_the_present_code_if_what_it_runs_is(monkeypatch, code, run, present):
+    monkeypatch.setattr(code_hash, "code_hash", lambda part, commit=None: "then" if commit else "now")
+    monkeypatch.setattr(code_hash, "run_hash", lambda part, commit=None: run if commit else "now")
+    assert code_hash.is_present(code_hash.Part("sympow"), "a", code) == present
 
 
 def test_files_of_the_checkout_and_of_commits():

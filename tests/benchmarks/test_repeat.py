@@ -15,7 +15,7 @@ LOSS = {"variant": "power", "context": 4096, "seed": 0, "held_out_loss": 2.0, "p
 def patch_hashes(monkeypatch, code_hash):
     for module in (hashes, repeat):
         monkeypatch.setattr(module, "code_hash", code_hash)
-    monkeypatch.setattr(hashes, "_run_by", lambda part, commit=None: code_hash(part.name, commit))
+    monkeypatch.setattr(hashes, "run_hash", lambda part, commit=None: code_hash(part.name, commit))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def results(monkeypatch, tmp_path):
         return {"a": "11e111111111", "b": "222222222222", None: "222222222222"}.get(commit)
 
     monkeypatch.setattr(hashes, "code_hash", code_hash)
-    monkeypatch.setattr(hashes, "_run_by", lambda part, commit=None: code_hash(part.name, commit))
+    monkeypatch.setattr(hashes, "run_hash", lambda part, commit=None: code_hash(part.name, commit))
     (tmp_path / "ops_h200.csv").write_text("commit,code\nb,\na,222222222222\n")
     (tmp_path / "rows.csv").write_text("commit,code\nb,222222222222\n")
     (tmp_path / "decoding_cpu.csv").write_text("commit\nb\n")
