@@ -176,7 +176,8 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
 
     With `save`, saves the tokenizer in the folder and prints remarks on the data.
     """
-    tokenizer = saved_tokenizer(folder)
+    # One of a run that was stopped before its first checkpoint may be of texts that have changed since.
+    tokenizer = saved_tokenizer(folder) if latest_step(folder) or not save else None
     if config.distillation is not None:
         tokenizer = saved_tokenizer(Path(config.distillation.start))
         _check_tokenizer(config.data, tokenizer, "the model to distill")
