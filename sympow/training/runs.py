@@ -179,7 +179,7 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
     # One of a run that was stopped before its first checkpoint may be of texts that have changed since.
     tokenizer = saved_tokenizer(folder) if latest_step(folder) or not save else None
     if config.distillation is not None:
-        tokenizer = saved_tokenizer(Path(config.distillation.start))
+        tokenizer = _tokenizer_of(config.distillation.start, config.data)
         _check_tokenizer(config.data, tokenizer, "the model to distill")
     elif config.start is not None:
         if not latest_step(folder):
@@ -208,7 +208,7 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
 
 
 def _tokenizer_of(start: str, data: DataConfig) -> Tokenizer | None:
-    """Returns the tokenizer of the run to start from; None for a run on tokens without text.
+    """Returns the tokenizer of the run, or of the model to distill, to start from; None for tokens without text.
 
     Raises FileNotFoundError if it is missing, and ValueError if a new one would be trained for tokens without text.
     """
