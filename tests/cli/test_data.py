@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import shutil
 import signal
 import sys
 from types import SimpleNamespace
@@ -143,6 +144,16 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_a_tokenizer_of_the
         file.write_text(file.read_text().replace("power", "softmax"))
     assert train("run", *words) == 0
     assert b"power" not in load_tokenizer(here / "run").token_bytes
+
+
+@pytest.mark.parametrize("paths", [["data.path=texts"], ["data.paths=more,texts", "data.weights=1,1"]])
+def test_documents_of_the_training_are_not_held_out(here, capsys, paths):
+    for name in ("copy", "more"):
+        shutil.copytree("texts", name)
+    (here / "more" / "00.txt").write_text("others")
+    assert train("run", "data.kind=text", "data.held_out_path=copy", *paths) == 2
+    assert "data.held_out_path = 'copy' holds the documents of the training" in capsys.readouterr().err
+    assert train("run", "data.kind=text", "data.held_out_path=more", "data.path=texts") == 0
 
 
 def test_what_is_left_out_is_printed(here, capsys):
