@@ -18,7 +18,7 @@ from sympow.data import BPETokenizer, Tokenizer
 from sympow.layers.blocked_window import BlockedWindowAttention
 from sympow.layers.window import WindowAttention
 from sympow.models import LanguageModel
-from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load_model, run
+from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load, load_model, run
 from sympow.training.ranks import TokenRows
 from sympow.training.runs import Lesson, saved_tokenizer
 
@@ -175,7 +175,8 @@ def load_teacher(source: str) -> LanguageModel:
 
 def _teacher_and_tokenizer(source: str) -> tuple[LanguageModel, Tokenizer | None]:
     if (Path(source) / "checkpoints").is_dir():
-        return load_model(source).model, saved_tokenizer(Path(source))
+        model, tokenizer, _ = load(source)
+        return model, tokenizer
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
 
     loaded = load_pretrained(source)

@@ -358,7 +358,7 @@ def _start(tokenizer: Any, spec: Mapping[str, Any]) -> tuple[int, ...]:
     with _panics_are_errors():
         plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     count = len(whole) - len(plain)
-    if count < 0 or whole[count:] != plain:
+    if not plain or count < 0 or whole[count:] != plain:
         raise ValueError(f"{EXPECTED} that adds tokens before a text only, got {whole} for {plain}")
     return tuple(whole[:count])
 

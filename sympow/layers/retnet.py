@@ -54,6 +54,8 @@ class RetNet(AttentionMixer):
         heads.setdefault("bias", False)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_form(chunk_size, impl)
+        if self.value_dim < 2:
+            raise ValueError(f"value_dim must be at least 2: the norm of one channel is constant; got {self.value_dim}")
         self.chunk_size, self.impl = chunk_size, impl
         inner = n_heads * self.value_dim
         self.gate = nn.Linear(d_model, inner, bias=False)

@@ -96,6 +96,8 @@ class RWKV7(Mixer):
         super().__init__(d_model, n_heads)
         if d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
+        if d_model == n_heads:
+            raise ValueError(f"heads have at least 2 channels: the norm of one is constant; got {d_model=}, {n_heads=}")
         if not 0 <= depth <= 1:
             raise ValueError(f"depth lies between 0 and 1; got {depth!r}")
         if impl not in IMPLEMENTATIONS:

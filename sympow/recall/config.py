@@ -38,7 +38,7 @@ class Architecture:
         mixers: a pattern that is repeated over the layers, as in `ModelConfig`. If a mixer needs a `max_length` that
             is not given, it gets the length of the run's longest row.
         heads: the number of heads of every mixer.
-        head_dim: if given, the number of heads is width / head_dim, and `heads` is not used.
+        head_dim: if given, the number of heads is width / head_dim, and `heads` must be 1.
         layers: the number of blocks.
         mlp_ratio: the hidden width of the MLP divided by the width; 0 for no MLP.
         positions: whether there are learned positions. In the published runs only attention has them.
@@ -53,6 +53,11 @@ class Architecture:
     positions: bool = False
 
     def __post_init__(self) -> None:
+        if self.head_dim is not None and self.heads != 1:
+            raise ValueError(
+                f"heads are width / head_dim where head_dim is given; got heads = {self.heads} and head_dim = "
+                f"{self.head_dim}: set head_dim to none"
+            )
         if not re.fullmatch(r"[\w .,=+()-]+", self.label):
             raise ValueError(f"a label is made of letters, digits, spaces and . , = + ( ) -; got {self.label!r}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
@@ -92,7 +97,8 @@ class RecallConfig:
         weight_decay: the weight decay, which applies to matrices.
         warmup: the share of all steps in which the learning rate rises.
         stop_at: the validation accuracy at which training stops; None: never.
-        validations: the number of validations in an epoch, for tasks that are solved within one epoch.
+        validations: the number of validations in an epoch, for tasks that are solved within one epoch; at most the
+            steps of an epoch.
         precision: "float32", or "bf16" for autocast.
 
     Raises TypeError and ValueError in one line for values with which a run is not possible, including options of
@@ -145,6 +151,9 @@ class RecallConfig:
         rows = self.examples // len(self.train)
         if rows < self.batch:
             raise ValueError(f"every task needs a batch of {self.batch} rows to train on; got {rows}")
+        steps = sum((self.examples + i) // len(self.train) // self.batch for i in range(len(self.train)))
+        if self.validations > steps:
+            raise ValueError(f"validations must be at most the {steps} steps of an epoch; got {self.validations}")
         if self.validation_examples < len(self.train):
             raise ValueError(f"validation_examples must be at least 1 for each of the {len(self.train)} tasks")
         longest = max(task.length for task in self.train)

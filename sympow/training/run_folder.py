@@ -233,7 +233,7 @@ def load_model(
         file = path
     checkpoint = load_checkpoint(file)
     config = config_in(file, checkpoint.config)
-    shapes = {name: tuple(each.shape) for name, each in checkpoint.model.items() if isinstance(each, torch.Tensor)}
+    shapes = {str(name): tuple(each.shape) for name, each in checkpoint.model.items() if isinstance(each, torch.Tensor)}
     try:
         check_shapes(config.model, shapes)
     except ValueError as error:

@@ -71,8 +71,9 @@ def run(
 
     Raises RuntimeError where another process trains in the folder, CheckpointError where the last checkpoint is cut or
     damaged, also of a finished run, ValueError where the folder holds another run, or the model from which this run
-    begins or learns, where the vocabulary of the corpus is larger than that of the model, and where only one of
-    `lesson` and `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
+    begins or learns, where the vocabulary of the corpus is larger than that of the model, where the documents at
+    `held_out_path` are those of the training, and where only one of `lesson` and `config.distillation` is given;
+    FileNotFoundError where the data are missing; and as `train` does.
     """
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
@@ -176,9 +177,10 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
 
     With `save`, saves the tokenizer in the folder and prints remarks on the data.
     """
-    tokenizer = saved_tokenizer(folder)
+    # One of a run that was stopped before its first checkpoint may be of texts that have changed since.
+    tokenizer = saved_tokenizer(folder) if latest_step(folder) or not save else None
     if config.distillation is not None:
-        tokenizer = saved_tokenizer(Path(config.distillation.start))
+        tokenizer = _tokenizer_of(config.distillation.start, config.data)
         _check_tokenizer(config.data, tokenizer, "the model to distill")
     elif config.start is not None:
         if not latest_step(folder):
@@ -191,6 +193,12 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
         raise ValueError(
             f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "
             f"more than model.vocab_size = {config.model.vocab_size}"
+        )
+    path, trained = config.data.held_out_path, getattr(splits.train, "corpora", [splits.train])
+    if path is not None and splits.held_out.fingerprint in {each.fingerprint for each in trained}:
+        raise ValueError(
+            f"data.held_out_path = {path!r} holds the documents of the training: name others, or none to hold a part "
+            "of them out"
         )
     if splits.tokenizer is not None and save:
         splits.tokenizer.save(folder / TOKENIZER)
@@ -207,7 +215,7 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
 
 
 def _tokenizer_of(start: str, data: DataConfig) -> Tokenizer | None:
-    """Returns the tokenizer of the run to start from; None for a run on tokens without text.
+    """Returns the tokenizer of the run, or of the model to distill, to start from; None for tokens without text.
 
     Raises FileNotFoundError if it is missing, and ValueError if a new one would be trained for tokens without text.
     """

@@ -163,7 +163,7 @@ class _Training:
         self.peak = peak_flops(device, self.settings.precision)
         prepare(model, config, ranks)
         self.optimizer = make_optimizer(model, self.settings)
-        checkpoint = _restore(run_dir, config, batches, model, self.optimizer, device, ranks)
+        checkpoint = _restore(run_dir, config, batches, held_out, model, self.optimizer, device, ranks)
         self.continues, self.resumed = checkpoint is not None, checkpoint.step if checkpoint else 0
         self.tokens, self.seconds = (checkpoint.tokens, checkpoint.seconds) if checkpoint else (0, 0.0)
         self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
@@ -336,6 +336,9 @@ class _Training:
     def _save(self, done: int, tested: bool) -> None:
         """Saves a checkpoint. `tested` tells whether a loss that was computed with its weights is finite."""
         self._check_weights(done)
+        data = {"batches": self.batches.state(), "position": done * self.settings.passes_per_step}
+        if self.held_out is not None:
+            data["held_out"] = self.held_out.state()
         checkpoint = Checkpoint(
             config=self.config.to_dict(),
             model=self.model.state_dict(),
@@ -343,7 +346,7 @@ class _Training:
             step=done,
             tokens=self.tokens,
             seconds=self.seconds,
-            data={"batches": self.batches.state(), "position": done * self.settings.passes_per_step},
+            data=data,
             rng=_rng_states(self.device),
         )
         save_checkpoint(checkpoint, self.run_dir, self.settings.keep_checkpoints + (not tested), self.ranks)
@@ -354,6 +357,7 @@ def _restore(
     run_dir: Path,
     config: RunConfig,
     batches: RowSource,
+    held_out: RowSource | None,
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
@@ -366,6 +370,11 @@ def _restore(
     checkpoint = load_header(path)
     check_config(checkpoint.config, config, path)
     batches.check_state(checkpoint.data.get("batches", {}))
+    if held_out is not None and "held_out" in checkpoint.data:  # older checkpoints do not tell
+        try:
+            held_out.check_state(checkpoint.data["held_out"])
+        except ValueError as error:
+            raise ValueError(f"held-out documents: {error}") from None
     position = checkpoint.step * config.training.passes_per_step
     if checkpoint.data.get("position") != position:
         raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")

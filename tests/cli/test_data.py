@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import shutil
 import signal
 import sys
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from sympow.cli import main
-from sympow.data import Batches
+from sympow.data import Batches, load_tokenizer
 from sympow.training import latest, load_checkpoint, read_metrics
 
 RECIPE = """
@@ -130,6 +131,29 @@ def test_three_sources_by_weight(here):
     assert train("whole", *data) == 0
     assert stopped_and_continued("stopped", *data) == end("whole")
     assert train("whole", *data[:2], "data.weights=5,3,1") == 2
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_with_a_tokenizer_of_the_present_texts(here, monkeypatch):
+    words = ["data.kind=text", "data.path=texts", "data.tokenizer=bpe", "data.vocab_size=270", "model.vocab_size=270"]
+    with monkeypatch.context() as patch:
+        patch.setattr("sympow.training.runs.train", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train("run", *words)
+    assert b"power" in load_tokenizer(here / "run").token_bytes
+    for file in (here / "texts").iterdir():
+        file.write_text(file.read_text().replace("power", "softmax"))
+    assert train("run", *words) == 0
+    assert b"power" not in load_tokenizer(here / "run").token_bytes
+
+
+@pytest.mark.parametrize("paths", [["data.path=texts"], ["data.paths=more,texts", "data.weights=1,1"]])
+def test_documents_of_the_training_are_not_held_out(here, capsys, paths):
+    for name in ("copy", "more"):
+        shutil.copytree("texts", name)
+    (here / "more" / "00.txt").write_text("others")
+    assert train("run", "data.kind=text", "data.held_out_path=copy", *paths) == 2
+    assert "data.held_out_path = 'copy' holds the documents of the training" in capsys.readouterr().err
+    assert train("run", "data.kind=text", "data.held_out_path=more", "data.path=texts") == 0
 
 
 def test_what_is_left_out_is_printed(here, capsys):

@@ -444,6 +444,19 @@ def test_a_teacher_of_other_tokens_is_refused(folders, tmp_path):
         distill(to_distill(folders, "stranger"), tmp_path, quiet=True)
 
 
+@pytest.mark.parametrize("name", ["student", "teacher"])
+def test_a_lost_tokenizer_is_refused(folders, tmp_path, name):
+    """A new one, trained on the text of the run, would have other tokens than the models know."""
+    shutil.copytree(folders / name, tmp_path / "lost")
+    (tmp_path / "lost" / "tokenizer.json").unlink()
+    config = to_distill(folders)
+    field = {"student": "start", "teacher": "teacher"}[name]
+    stages = dataclasses.replace(config.distillation, **{field: f"{tmp_path}/lost"})
+    with pytest.raises(FileNotFoundError, match=r"lost/tokenizer\.json is missing"):
+        distill(dataclasses.replace(config, distillation=stages), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [

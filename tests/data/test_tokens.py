@@ -117,9 +117,11 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
     for text in ("a", "<|endoftext|>a"):
         assert encode_text(loaded, text).tolist() == [300, *BPE.encode("a")]
     assert encode_text(loaded, "").tolist() == [300] and encode_text(BPE, "").tolist() == []
-    template["single"] = single[::-1]
-    with pytest.raises(ValueError, match=r"that adds tokens before a text only, got \[\d+, 300\] for \[\d+\]"):
-        BPETokenizer(json.dumps(content))
+    behind, textless, empty = r"\[\d+, 300\] for \[\d+\]", r"\[300\] for \[\]", r"\[\] for \[\]"
+    for kept, got in ((single[::-1], behind), (single[:1], textless), ([], empty)):
+        template["single"] = kept
+        with pytest.raises(ValueError, match=f"that adds tokens before a text only, got {got}"):
+            BPETokenizer(json.dumps(content))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from sympow.data import ByteTokenizer, DataConfig
 from sympow.data.tokens import BPETokenizer
 from sympow.integrations.transformers import SympowForCausalLM, from_transformers, to_transformers
 from sympow.integrations.transformers.folders import from_native, load_exported
+from sympow.integrations.transformers.scoring import load_causal_lm
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, load_model, save_checkpoint
 from sympow.training.run_folder import open_run_folder
@@ -159,6 +160,24 @@ def test_a_config_that_is_larger_than_its_weights_is_refused(tmp_path, changes, 
         with pytest.raises(ValueError, match=message) as error:
             load_model_of(tmp_path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.pop("model.final_norm.weight"), "lacks weights of its config: model.final_norm.weight is missing"),
+        (lambda x: x.update(other=torch.ones(3)), "has a weight that its config does not know: other"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_exported, load_causal_lm])
+def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path, change, message, load):
+    """transformers would draw new ones, or leave them out."""
+    from_native(LanguageModel(ModelConfig(16, 8, 1, 2), seed=3)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"^{tmp_path} {message}"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,13 @@ def retnet(**options) -> torch.nn.Module:
     return mixer
 
 
+@pytest.mark.parametrize(("name", "heads", "options"), [("retnet", 2, {"value_dim": 1}), ("rwkv7", 16, {})])
+def test_heads_of_one_channel_are_refused(name, heads, options):
+    """Their norm is 0 everywhere, and torch refuses it for a single token."""
+    with pytest.raises(ValueError, match=r"at least 2.*: the norm of one.* is constant; got"):
+        MIXERS[name](16, heads, **options)
+
+
 def test_retnet_is_one_layer_in_three_forms():
     x = normal(2, 70, 16)
     parallel, recurrent, chunked_8, chunked_32 = (retnet(chunk_size=c) for c in (70, 1, 8, 32))

@@ -40,6 +40,11 @@ def test_a_config_of_any_depth_is_made_at_once():
         ({"train.0.pairs": "17"}, "17 pairs need a length of at least 68; got 64"),
         ({"train.0.vocab_size": "8"}, "vocab_size is too small: 4 keys are needed"),
         ({"train.0.kind": "mqra"}, "kind is one of"),
+        (
+            {"architecture.head_dim": "16", "architecture.heads": "2"},
+            "got heads = 2 and head_dim = 16: set head_dim to",
+        ),
+        ({"examples": "191", "validations": "3"}, "validations must be at most the 2 steps of an epoch; got 3"),
         ({"examples": "63"}, "every task needs a batch of 64 rows to train on; got 63"),
         ({"batch_size": "0"}, "batch_size must be at least 1"),
         ({"learning_rate": "0"}, "learning_rate must be above 0"),

@@ -201,7 +201,8 @@ def test_a_chat_is_what_its_template_says(app, model):
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
     ]
-    answer = post(app, CHAT, valid(CHAT, "small") | {"messages": messages, "max_completion_tokens": 7}).json
+    length = {"max_tokens": None, "max_completion_tokens": 7}
+    answer = post(app, CHAT, valid(CHAT, "small") | {"messages": messages} | length).json
     (choice,) = answer["choices"]
     expected = alone(model, "<system>be brief<user>hello<assistant>", 7)
     assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
@@ -231,6 +232,12 @@ def test_fields_that_ask_for_nothing_else_are_accepted(app):
     for path, more in own.items():
         fields = valid(path, "small")
         assert post(app, path, fields | shared | more).json["choices"] == post(app, path, fields).json["choices"]
+
+
+def test_the_template_gets_the_names_in_a_message():
+    body = {"model": "small", "messages": [{"role": "tool", "content": "a", "name": "f", "tool_call_id": "c1"}]}
+    (message,) = parsed(ChatCompletion, json.dumps(body).encode()).messages
+    assert message.plain() == {"role": "tool", "content": "a", "name": "f", "tool_call_id": "c1"}
 
 
 def test_an_answer_can_be_sent_back(app):
@@ -317,7 +324,8 @@ def test_models_health_and_metrics(app):
         (COMPLETIONS, {"stop": ["a"] * 17}, 400, "stop: List should have at most 16 items"),
         (COMPLETIONS, {"stop": 3}, 400, "stop: Input should be a valid string"),
         (COMPLETIONS, {"max_tokens": 51}, 400, "at most 50 new tokens; got 51 as max_tokens"),
-        (CHAT, {"max_completion_tokens": 51}, 400, "at most 50 new tokens; got 51 as max_completion_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 51}, 400, "at most 50 new tokens; got 51 as max_complet"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, 400, "expected max_tokens or max_completion_tokens"),
         (COMPLETIONS, {"prompt": ["a"] * 5, "n": 16}, 400, "at most 64 choices a request; got 80: 5 prompts, n = 16"),
         (COMPLETIONS, {"temprature": 1}, 400, "temprature: Extra inputs are not permitted"),
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "the chat template refuses these messages: no t"),

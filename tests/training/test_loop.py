@@ -460,6 +460,19 @@ def test_other_data_are_refused(tmp_path, make_config, make_batches):
         train(config, make_batches(config, corpus_seed=1), tmp_path / "run", quiet=True)
 
 
+def test_other_held_out_data_are_refused(tmp_path, make_config, make_batches):
+    config = make_config(steps=8)
+    batches, other = make_batches(config), make_batches(config, corpus_seed=1)
+    train(config, StopAfter(batches, 5), tmp_path / "run", held_out=batches, quiet=True)
+    with pytest.raises(ValueError, match=r"^held-out documents: the data are not those of the"):
+        train(config, batches, tmp_path / "run", held_out=other, quiet=True)
+    path = latest(tmp_path / "run")
+    older = torch.load(path, weights_only=True)
+    del older["data"]["held_out"]
+    torch.save(older, path)
+    assert train(config, batches, tmp_path / "run", held_out=other, quiet=True).step == 8
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, make_config, make_batches):
     config, other = make_config(), make_config("softmax")
     train(config, StopAfter(make_batches(config), 5), tmp_path / "run", quiet=True)

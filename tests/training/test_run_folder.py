@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, ModelConfig
@@ -125,3 +126,13 @@ def test_a_config_that_is_larger_than_its_weights_is_refused(tmp_path, changes, 
         with pytest.raises(CheckpointError, match=message) as error:
             load_model(path)
         assert "\n" not in str(error.value)
+
+
+def test_a_weight_whose_name_is_no_text_is_refused(tmp_path, make_config, make_batches):
+    config = make_config(steps=1, warmup_steps=0)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    content = torch.load(latest(tmp_path / "run"), weights_only=True)
+    content["model"][3] = torch.zeros(2)
+    torch.save(content, latest(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"does not fit the model: the model has no weight 3$"):
+        load_model(tmp_path / "run")

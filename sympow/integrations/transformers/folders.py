@@ -19,7 +19,7 @@ from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.modeling import SympowForCausalLM
-from sympow.integrations.transformers.weight_files import check_finite, check_no_adapter
+from sympow.integrations.transformers.weight_files import check_finite, check_loaded, check_no_adapter
 from sympow.integrations.transformers.weights import native_name, weights
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
@@ -116,14 +116,16 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
 def load_exported(folder: Path) -> LanguageModel:
     """Loads the native model of a folder that `to_transformers` made, in evaluation mode.
 
-    Raises ValueError for a model of another type and for weights that are not finite, and the errors of `reading`,
-    such as ValueError for a file of weights that is cut.
+    Raises ValueError for a model of another type and for weights that are not finite, and the errors of `check_loaded`
+    and of `reading`, such as ValueError for a file of weights that is cut.
     """
     _check_type(folder)
     with reading(folder):
         check_no_adapter(folder)
-        model = SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
+        model, report = SympowForCausalLM.from_pretrained(folder, **options)
         native = native_view(model)
+    check_loaded(report, str(folder), own=True)
     for name, weight in weights(model).items():
         if weight.is_floating_point():
             check_finite(weight, name, str(folder))

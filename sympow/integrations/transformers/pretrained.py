@@ -44,6 +44,7 @@ from sympow.integrations.transformers.weight_files import (
     FLOATS,
     check_dtypes,
     check_finite,
+    check_loaded,
     check_no_adapter,
     stored_weights,
 )
@@ -138,9 +139,7 @@ def _weights(source: str | os.PathLike[str], where: Mapping[str, Any], config: A
         model, report = AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=torch.float32, output_loading_info=True
         )
-    missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
-    if missing:
-        raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
+    check_loaded(report, str(source))
     found: dict[str, Tensor] = model.state_dict()
     return found
 

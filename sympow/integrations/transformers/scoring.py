@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from sympow.data.tokenizer_files import json_object
+from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading
 from sympow.integrations.transformers.power_models import POWER_MODELS
+from sympow.integrations.transformers.weight_files import check_loaded
 
 _ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row
 
@@ -63,15 +65,16 @@ def load_causal_lm(
 
     Weights have `dtype`; None: that of their file. What transformers computes in float32 stays in float32.
 
-    Raises the errors of `reading`, such as ValueError for a file of weights that is cut, and ValueError for Brumby and
-    PowerCoder, which transformers does not read.
+    Raises the errors of `reading`, such as ValueError for a file of weights that is cut, those of `check_loaded`, and
+    ValueError for Brumby and PowerCoder, which transformers does not read.
     """
     with reading(path):
         kind = json_object(Path(path) / "config.json").get("model_type")
     if kind in POWER_MODELS:
         raise ValueError(f"{path}: transformers does not read {kind} models, of which `sympow convert` makes a run")
     with reading(path):
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
+    check_loaded(report, str(path), own=kind == SympowConfig.model_type)
     return ScoredCausalLM(model.to(device)).eval()

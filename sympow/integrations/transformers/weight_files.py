@@ -39,6 +39,21 @@ def check_dtypes(found: Mapping[str, Stored], name: str) -> None:
             raise ValueError(f"{name} cannot be read: its weight {key} is of {each.dtype}, not {', '.join(FLOATS)}")
 
 
+def check_loaded(report: Mapping[str, Any], name: str, own: bool = False) -> None:
+    """Raises ValueError for a model that was loaded with new weights in place of those that its files lack.
+
+    Args:
+        report: what `from_pretrained` returns beside the model with `output_loading_info=True`.
+        name: of the model, for the message.
+        own: whether to refuse weights that the config does not know, too, which transformers leaves out.
+    """
+    missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
+    if missing:
+        raise ValueError(f"{name} lacks weights of its config: {missing[0]} is missing or of another shape")
+    if own and report["unexpected_keys"]:
+        raise ValueError(f"{name} has a weight that its config does not know: {min(report['unexpected_keys'])}")
+
+
 def check_weight(weight: Tensor, key: str, name: str) -> None:
     """Raises ValueError for a weight of a dtype that is not in `FLOATS`, or with values that are not finite.
 

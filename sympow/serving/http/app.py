@@ -98,11 +98,11 @@ class _Routes:
         template, messages = service.chat_template(), [message.plain() for message in body.messages]
         prompt = await asyncio.to_thread(lambda: service.tokens_of(template.render(messages), "messages"))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        given = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
-        param, new = next(
-            ((name, value) for name, value in given.items() if value is not None),
-            ("max_tokens", service.limits.new_tokens),
-        )
+        named = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
+        given = {name: value for name, value in named.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise ApiError(400, f"expected max_tokens or max_completion_tokens; got {given}", param="max_tokens")
+        param, new = next(iter(given.items()), ("max_tokens", service.limits.new_tokens))
         inbox = AnswerQueue()
         requests = service.requests(body, [prompt], inbox, new=new, param=param, logprobs=logprobs)
         answer = ChatAnswer(service.name, service.tokenizer, bool(body.logprobs))

@@ -149,7 +149,8 @@ class Message(_Part):
         """Returns the message as chat templates read it."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": text} | {name: value for name, value in more.items() if value}
 
 
 class ChatCompletion(Generation):
