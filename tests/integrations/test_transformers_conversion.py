@@ -19,7 +19,7 @@ from sympow.cli import main
 from sympow.data import BPETokenizer, DataConfig, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import end_tokens, tokenizer_config, write_beside
 from sympow.integrations.transformers.folders import from_transformers
-from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields, gguf_tokenizer
+from sympow.integrations.transformers.pretrained.gguf_tokenizer import gguf_beside, gguf_fields, gguf_tokenizer
 from sympow.serving import Engine
 from sympow.serving.http import ChatTemplate, Service
 from sympow.training import load_model, read_metrics

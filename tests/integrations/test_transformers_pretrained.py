@@ -404,7 +404,9 @@ def test_tensors_of_a_gguf_file_are_where_and_what_they_must_be(change, value, m
     else:
         data[at : at + 4] = struct.pack("<I", value)
     gguf_file.write_bytes(data)
-    monkeypatch.setattr("sympow.integrations.transformers.pretrained.read_weight", None)  # no weight is read before
+    monkeypatch.setattr(
+        "sympow.integrations.transformers.pretrained.loading.read_weight", None
+    )  # no weight is read before
     with pytest.raises(ValueError, match=rf"tiny\.gguf .*{message}") as error:
         load_pretrained(gguf_file)
     assert "\n" not in str(error.value)

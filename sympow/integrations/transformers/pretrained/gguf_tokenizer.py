@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.tokenizer_files import CONFIG, GENERATION
-from sympow.integrations.transformers.gguf_file import read_header, short
+from sympow.integrations.transformers.pretrained.gguf_file import read_header, short
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
