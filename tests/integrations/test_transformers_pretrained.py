@@ -17,6 +17,8 @@ from sympow.data import BPETokenizer
 from sympow.integrations.transformers.pretrained import load_pretrained
 from sympow.integrations.transformers.scoring import load_causal_lm
 from sympow.models import ModelConfig
+from tests.draws import disturb
+from tests.pickles import Evil
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -62,11 +64,7 @@ def pretrained(kind: str, **changes) -> transformers.PreTrainedModel:
     name, options = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**SHAPE | options | changes)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
+    return disturb(getattr(transformers, f"{name}ForCausalLM")(config).eval(), 0.1, seed=1)
 
 
 @pytest.fixture
@@ -501,17 +499,14 @@ def test_damaged_files_are_refused_in_one_line(folder, file, content, message):
 
 
 def test_a_pickle_in_place_of_weights_is_refused(folder, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "ran"), "w"))
-
+    evil = Evil(tmp_path / "ran")
     (folder / "model.safetensors").unlink()
-    for content in (Evil(), {"model.embed_tokens.weight": 3}, [1]):
+    for content in (evil, {"model.embed_tokens.weight": 3}, [1]):
         torch.save(content, folder / "pytorch_model.bin")
         with pytest.raises(ValueError, match=r"hf cannot be read|must hold weights by name") as error:
             load_pretrained(folder)
         assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(evil))
     with pytest.raises(ValueError, match="hf cannot be read"):
         load_pretrained(folder)
     assert not (tmp_path / "ran").exists()
