@@ -8,29 +8,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sympow.data.byte_level import WORDS, bpe_model
 from sympow.data.tokenizer_files import CONFIG, GENERATION
-from sympow.integrations.transformers.pretrained.gguf_file import read_header, short
+from sympow.integrations.transformers.pretrained.gguf_file import short
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
-
-
-def gguf_fields(file: Path) -> dict[str, Any]:
-    """Reads the fields of the tokenizer in a GGUF file, by their names.
-
-    Raises ImportError without the packages that reading a GGUF file needs, ValueError for a file that is cut or of
-    another kind.
-    """
-    return tokenizer_fields(read_header(file).fields)
-
-
-def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the fields of a GGUF file that describe the tokenizer."""
-    return {name: value for name, value in fields.items() if name.startswith("tokenizer")}
 
 
 def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[str, str]:
@@ -40,7 +25,7 @@ def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[
     call of a tool (eom), where the file names them.
 
     Args:
-        fields: the result of `gguf_fields`.
+        fields: those of the file, see `GGUFHeader`.
         name: of the file, for the message.
 
     Raises ValueError for a special token or a template that is none.
@@ -69,7 +54,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
     Texts begin with the token for the beginning if the file says so, and also if it says nothing and is of Llama 3.
 
     Args:
-        fields: the result of `gguf_fields`.
+        fields: those of the file, see `GGUFHeader`.
         name: of the file, for the message.
 
     Raises ValueError for a tokenizer of another kind.

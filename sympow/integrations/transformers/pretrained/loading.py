@@ -25,7 +25,7 @@ from sympow.integrations.transformers.pretrained.gguf_file import (
     read_weight,
     rope_parameters,
 )
-from sympow.integrations.transformers.pretrained.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
+from sympow.integrations.transformers.pretrained.gguf_tokenizer import gguf_beside, gguf_tokenizer
 from sympow.integrations.transformers.pretrained.native import native_model, rotation_options
 from sympow.integrations.transformers.pretrained.power_models import (
     POWER_MODELS,
@@ -104,8 +104,7 @@ def _from_gguf(source: str | os.PathLike[str]) -> Pretrained:
         config = AutoConfig.for_model(**stored)
     check_fields(config.to_dict(), name)
     rotation = rotation_options(config, rope_parameters(header), name)
-    fields = tokenizer_fields(header.fields)
-    tokenizer, beside = gguf_tokenizer(fields, name), gguf_beside(fields, name)
+    tokenizer, beside = gguf_tokenizer(header.fields, name), gguf_beside(header.fields, name)
     _check_tokenizer(tokenizer, config.vocab_size, name)
     shapes = {key: shape for key, shape in header.shapes.items() if key != ROPE_FACTORS}
     check_shapes(((name_in_gguf(key, kind), shape) for key, shape in described(config)), shapes, name)
