@@ -79,7 +79,7 @@ SCALES = {
 
 def random_model(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
     """Returns a model of a config.json with random weights, which are made on the device in their dtype."""
-    from sympow.integrations.transformers.power_models import power_config  # needs transformers
+    from sympow.integrations.transformers.pretrained.power_models import power_config  # needs transformers
 
     with torch.device(device):
         model = Undrawn(power_config(shape, stored_head=True, name="the model"), dtype=dtype)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sympow.data.corpus_folder import SPLITS, read_entries, read_summary
+from sympow.data.builders.corpus_folder import read_entries, read_summary
+from sympow.data.builders.sources import SPLITS
 
 COUNTS = ("documents", "documents_without_a_row", "bytes", "tokens", "rows")
 QUARTILES = ("q25", "median", "q75")

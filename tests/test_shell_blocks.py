@@ -16,8 +16,8 @@ from sympow.data import DataConfig, build_kernel_corpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import RunConfig, TrainingConfig
 from sympow.training.run_folder import write_run_folder
-from tests.data.test_doc_corpus import write_packages
-from tests.data.trees import source_tree, write_folder
+from tests.data.builders.test_doc_corpus import write_packages
+from tests.data.builders.trees import source_tree, write_folder
 from tests.shell_blocks import NOT_RUN, SMALLER, check_options, commands_of, run
 from tests.test_documents import PAGES, ROOT, python_of
 from tests.tiny_runs import RECIPE, finished_runs
@@ -51,7 +51,7 @@ def world(tmp_path_factory):
         rows = [json.dumps({"text": text, "content": text}) + "\n" for text in documents]
         write_folder(folder / "rows", {"a.jsonl.gz": gzip.compress("".join(rows).encode())})
         np.arange(4000, dtype="<u2").tofile(folder / "tokens.bin")
-        patch.setattr("sympow.data.corpus_folder.ROW_TOKENS", 64)
+        patch.setattr("sympow.data.builders.corpus_folder.ROW_TOKENS", 64)
         build_kernel_corpus(folder / "kernel", folder / "linux", vocab_size=300, row_tokens=64, progress=False)
         tokenizer = (folder / "kernel" / "tokenizer.json").read_text("utf-8")
         softmax = MixerConfig("softmax", {"bias": False})

@@ -1,4 +1,4 @@
-"""Two tiny runs, of power and of softmax attention, trained by the command line on text of bytes."""
+"""Tiny runs, of power attention, of softmax attention and of both, trained by the command line on text of bytes."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,19 @@ def power():
 def softmax():
     return _config("tiny-softmax", "softmax")
 
+def hybrid():
+    return _config("tiny-hybrid", "power", "softmax")
+
 def nothing():
     return 3
 
 def needy(argument):
     return argument
 
-def _config(name, mixer):
+def _config(name, *mixers):
     return RunConfig(
         name,
-        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer),)),
+        ModelConfig(256, 16, len(mixers), 2, tuple(map(MixerConfig, mixers))),
         DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
         TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, log_every=1, checkpoint_every=2,
                        evaluate_every=4, evaluation_batches=1),

@@ -169,7 +169,9 @@ def _train(
 
 
 def _report(options: argparse.Namespace) -> int:
-    for file in report.write(*read_results(options.results), options.page):
+    corpora, compared = read_results(options.results)
+    report.write(corpora, compared, options.page)
+    for file in report.draw(corpora, options.page.with_suffix("")):
         print(file)
     return 0
 

@@ -59,8 +59,8 @@ MISSING = "Not measured yet."
 _NO_ROWS: Tables = {"run": [], "slices": [], "curves": []}
 
 
-def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[Path]:
-    """Writes the parts between the marks of the page, and draws the figures; returns their files.
+def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> None:
+    """Writes the parts between the marks of the page.
 
     Args:
         corpora: the tables of the runs on each corpus, by the name that marks and figures use.
@@ -75,12 +75,15 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
         return makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
 
     page.write_text(filled(page.read_text(encoding="utf-8"), written), encoding="utf-8")
+
+
+def draw(corpora: Mapping[str, Tables], folder: Path) -> list[Path]:
+    """Draws the figures of the runs on each corpus; returns their files."""
     files = []
     for corpus, tables in corpora.items():
+        folder.mkdir(parents=True, exist_ok=True)
         figures = {"curves": curves} | ({"shares": shares_figure} if _behind(tables) else {})
         for name, make in figures.items():
-            folder = page.with_suffix("")
-            folder.mkdir(parents=True, exist_ok=True)
             files.append(folder / f"{corpus}-{name}.png")
             make(tables).savefig(files[-1])
     return files

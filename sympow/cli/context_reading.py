@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sympow.cli.result_files import standard_input
+from sympow.cli.run_checks import text_tokenizer
 from sympow.data import Tokenizer, encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context import extended_digest
@@ -80,12 +81,11 @@ def read_text(
     Raises ValueError for a text that is empty or not UTF-8, OSError if the text cannot be read, and the errors of
     `load_context` and `save_context`.
     """
-    if run.tokenizer is None:
-        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
+    tokenizer = text_tokenizer(run.tokenizer, run.config.name)
     part = out.with_name(f"{out.name}.part")
     start = Context.begin(run.model) if before is None else load_context(before, run.model)
     with _opened(text) as file, Progress("reading", "token", done=start.tokens, quiet=quiet) as progress:
-        pieces = _Pieces(_encoded(run.tokenizer, file, begins=not start.tokens))
+        pieces = _Pieces(_encoded(tokenizer, file, begins=not start.tokens))
         finished = _header(out, run, dtype)
         if finished is not None:
             taken = _taken(pieces, start, finished)

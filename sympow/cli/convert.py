@@ -113,6 +113,7 @@ def run_distill(options: argparse.Namespace) -> int | None:
     from sympow.conversion.distillation import NARROW, hides_nothing
     from sympow.training import override
     from sympow.training.devices import resolve_device, usual_precision
+    from sympow.training.ranks import is_main
     from sympow.training.run_folder import read_config
 
     start, teacher = str(Path(options.run)), str(Path(options.teacher))
@@ -124,7 +125,7 @@ def run_distill(options: argparse.Namespace) -> int | None:
     precision = read_config(out).training.precision if begun else usual_precision(device)
     config = override(distillation_run(read_config(start), start, teacher, precision), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
-    if hides_nothing(config) and os.environ.get("RANK", "0") == "0":
+    if hides_nothing(config) and is_main():
         line = f"distillation.window_dropout has no effect: no layer has a window of more than {NARROW} tokens"
         print(line, file=sys.stderr)
     return run_training(config, out, options.quiet, options.restart)

@@ -90,7 +90,7 @@ def _add_rows_and_words(parser: argparse.ArgumentParser, short: str, tokenizer: 
 def run_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow corpus`."""
     from sympow.data import build_corpus
-    from sympow.data.corpus_folder import SPLITS
+    from sympow.data.builders.sources import SPLITS
 
     fields = {"group": options.group, "text_field": options.text_field, "remark": _remark}
     suffixes = tuple(filter(None, (options.suffixes or "").split(",")))
@@ -152,7 +152,8 @@ def _built(
     """
     from sympow.cli.result_files import check_image
     from sympow.data import load_tokenizer, plot_document_lengths
-    from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
+    from sympow.data.builders.corpus_folder import ROW_TOKENS, VOCAB_SIZE
+    from sympow.data.builders.sources import SPLITS
 
     check_image(options.plot)
     sizes = {"vocab_size": options.vocab_size or VOCAB_SIZE, "row_tokens": options.row_tokens or ROW_TOKENS}

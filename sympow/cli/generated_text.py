@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sympow.cli.result_files import standard_input
-from sympow.cli.run_checks import check_tokenizers
+from sympow.cli.run_checks import check_tokenizers, text_tokenizer
 from sympow.data import StreamDecoder, encode_text
 from sympow.models import Context, Drafts, ModelDrafts, stream
 from sympow.models.generation import StreamOptions
@@ -35,17 +35,16 @@ def write_text(
 
     The continuation stops before the first token that is in `ends`.
     """
-    if run.tokenizer is None:
-        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
+    tokenizer = text_tokenizer(run.tokenizer, run.config.name)
     if not prompt and (context is None or not context.tokens):
         raise ValueError("the prompt is empty; a model continues a text of at least one token")
     begins = context is None or not context.tokens
-    ids = encode_text(run.tokenizer, prompt) if begins else run.tokenizer.encode(prompt)
+    ids = encode_text(tokenizer, prompt) if begins else tokenizer.encode(prompt)
     tokens = torch.from_numpy(ids.astype("int64"))[None]
-    decoder = StreamDecoder(run.tokenizer)
+    decoder = StreamDecoder(tokenizer)
     started = time.perf_counter()
     options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options |= {"context": context, "drafts": drafts, "vocab_size": run.tokenizer.vocab_size}
+    options |= {"context": context, "drafts": drafts, "vocab_size": tokenizer.vocab_size}
     drawn = stream(run.model, tokens, max_new_tokens, **options)
     print(prompt, end="", flush=True)
     for count, last in enumerate(drawn):

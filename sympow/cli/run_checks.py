@@ -35,6 +35,13 @@ def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
             raise ValueError(f"{first} and {label} have different tokenizers: their tokens mean different things")
 
 
+def text_tokenizer(tokenizer: Tokenizer | None, run: str) -> Tokenizer:
+    """Returns the tokenizer of a run. Raises ValueError, which names the run, if it has none."""
+    if tokenizer is None:
+        raise ValueError(f"{run} was trained on tokens without a tokenizer: it cannot read or write text")
+    return tokenizer
+
+
 def check_data_tokenizer(data: DataConfig, own: Tokenizer | None, label: str, assignments: Sequence[str]) -> None:
     """Raises ValueError if a data config describes another tokenizer than that of the model, where it would be ignored.
 

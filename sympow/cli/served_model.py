@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sympow.cli.run_checks import dtype_of
+from sympow.cli.run_checks import dtype_of, text_tokenizer
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens, json_object
 from sympow.models import LanguageModel
@@ -108,9 +108,7 @@ def load_served(path: str, device: torch.device, dtype: torch.dtype | None = Non
         model = load_exported(folder)
         return Served(model.to(device, dtype), load_tokenizer(folder, model.config.vocab_size), folder)
     run = load(folder, device, dtype)
-    if run.tokenizer is None:
-        raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")
-    return Served(run.model, run.tokenizer, folder_of(folder))
+    return Served(run.model, text_tokenizer(run.tokenizer, path), folder_of(folder))
 
 
 def api_keys(file: str | None) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
-"""Reads documents and makes batches of tokens. Of sympow, this package imports only `progress` and `fields`."""
+"""Reads documents and makes batches of tokens. Of sympow, it imports only `progress`, `fields`, `files` and `locks`."""
 
 from sympow.data.batches import Batch, Batches
+from sympow.data.builders.doc_corpus import build_doc_corpus
+from sympow.data.builders.kernel_corpus import build_kernel_corpus
+from sympow.data.builders.length_plot import plot_document_lengths
+from sympow.data.builders.own_corpus import build_corpus
 from sympow.data.config import DataConfig
 from sympow.data.corpus import Concatenated, Corpus, Mixture, Subset, TokenCorpus
-from sympow.data.doc_corpus import build_doc_corpus
-from sympow.data.kernel_corpus import build_kernel_corpus
-from sympow.data.length_plot import plot_document_lengths
-from sympow.data.own_corpus import build_corpus
 from sympow.data.splits import Splits, open_corpus
 from sympow.data.tokens import (
     BPETokenizer,

@@ -1,7 +1,8 @@
-"""Checks of a tokenizer.json: whether it is a byte-level BPE that keeps a text, and where it always cuts a text."""
+"""Byte-level BPEs in a tokenizer.json: their alphabet, and checks, such as whether they keep a text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 EXPECTED = "expected a byte-level BPE tokenizer.json"
@@ -10,8 +11,40 @@ EXPECTED = "expected a byte-level BPE tokenizer.json"
 _KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation")
 # Patterns of Llama 3 and of Qwen. GPT-2's is within "ByteLevel". A line end between two characters that are not white
 # space is the last character of its match, whatever follows.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_KNOWN = (_WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}")
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KNOWN = (WORDS % r"\p{N}{1,3}", WORDS % r"\p{N}")
+
+
+def byte_characters() -> dict[str, int]:
+    """Returns GPT-2's table: the byte that each character of a byte-level vocabulary represents.
+
+    Printable Latin-1 characters represent themselves; characters from U+0100 represent the other bytes in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def bpe_model(vocabulary: Mapping[str, int], merges: Sequence[Any], ignore_merges: bool = False) -> dict[str, Any]:
+    """Returns the part `model` of a tokenizer.json, of a BPE whose tokens are strings of the characters of bytes.
+
+    Args:
+        vocabulary: the numbers of the tokens.
+        merges: the merges, in their order.
+        ignore_merges: whether a whole word that is a token needs no merges.
+    """
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
 
 
 def check_byte_level(spec: Any) -> None:

@@ -20,12 +20,13 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from sympow.data.byte_level import EXPECTED, check_byte_level, cuts_at_lines, normalizes, strips
+from sympow.data.byte_level import EXPECTED, byte_characters, check_byte_level, cuts_at_lines, normalizes, strips
 from sympow.files import digest, write_text
 
 TOKENIZER_FILE = "tokenizer.json"
 MOST_START = 64  # tokens before a text
-_BYTES_TAG = {"type": "sympow.bytes", "version": 1}
+BYTES_TAG = {"type": "sympow.bytes", "version": 1}
+"""The content of the file that `ByteTokenizer.save` writes."""
 
 
 class Tokenizer(Protocol):
@@ -96,7 +97,7 @@ class ByteTokenizer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that `load_tokenizer` reads, as `Tokenizer.save`."""
-        _save(path, json.dumps(_BYTES_TAG))
+        _save(path, json.dumps(BYTES_TAG))
 
 
 class BPETokenizer:
@@ -249,7 +250,7 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
         spec = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise ValueError(f"tokenizer file {file} is not JSON: truncated, or not a tokenizer.json") from None
-    tokenizer = ByteTokenizer() if spec == _BYTES_TAG else BPETokenizer.load(file)
+    tokenizer = ByteTokenizer() if spec == BYTES_TAG else BPETokenizer.load(file)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(f"{file} has {tokenizer.vocab_size:,} tokens, and the model knows {vocab_size:,}: "
                          "it is not the model's tokenizer")  # fmt: skip
@@ -377,22 +378,12 @@ def _most_added(processor: Any) -> int:
     return sum(added) + max(0, again) * (MOST_START + 1)
 
 
-def _byte_characters() -> dict[str, int]:
-    """Returns GPT-2's table: the byte that each character of a byte-level vocabulary represents.
-
-    Printable Latin-1 characters represent themselves; characters from U+0100 represent the other bytes in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 def _lacking_bytes(vocabulary: dict[str, int]) -> re.Pattern[bytes] | None:
     """Returns a pattern of the bytes that the vocabulary lacks, or None if it has all bytes that UTF-8 uses.
 
     Raises ValueError if the vocabulary lacks a byte of ordinary text.
     """
-    lacking = {byte for character, byte in _byte_characters().items() if character not in vocabulary}
+    lacking = {byte for character, byte in byte_characters().items() if character not in vocabulary}
     ordinary = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF0)}
     if lacking & ordinary:
         raise ValueError(
@@ -412,7 +403,7 @@ def _token_bytes(vocabulary: Mapping[str, int], added: Set[str], merged: Contain
 
     Raises ValueError for a token that is both, with different bytes, and for two tokens of the same number.
     """
-    characters = _byte_characters()
+    characters = byte_characters()
     if len(set(vocabulary.values())) < len(vocabulary):
         raise ValueError(f"{EXPECTED}, got several tokens with the same id")
     table = [b""] * (max(vocabulary.values()) + 1)

@@ -69,7 +69,7 @@ class MixerState:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Returns the state with function(tensor) in place of every tensor, in the order of `tensors`."""
-        return _mapped(self, function)
+        return mapped(self, function)
 
     @property
     def rows_may_differ(self) -> bool:
@@ -201,7 +201,7 @@ def narrowed(state: S) -> S:
 
     Raises TypeError for a float64 state.
     """
-    return _mapped(state, _narrowed, PowerState | DecodingState)
+    return mapped(state, _narrowed, PowerState | DecodingState)
 
 
 def _narrowed(state: PowerState | DecodingState) -> DecodingState:
@@ -212,16 +212,16 @@ def _narrowed(state: PowerState | DecodingState) -> DecodingState:
     return replace(state, s=state.s.to(torch.bfloat16))
 
 
-def _mapped(value: Any, function: Callable[[Any], Any], leaf: type | UnionType = Tensor) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any], leaf: type | UnionType = Tensor) -> Any:
     """Returns `value` with function(item) in place of every item of the type `leaf`."""
     if isinstance(value, leaf):
         return function(value)
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, function, leaf) for item in value)
+        return type(value)(mapped(item, function, leaf) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     held = {field.name: getattr(value, field.name) for field in fields(value)}
-    return replace(value, **{name: _mapped(item, function, leaf) for name, item in held.items()})
+    return replace(value, **{name: mapped(item, function, leaf) for name, item in held.items()})
 
 
 def try_by_copies(

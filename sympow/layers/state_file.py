@@ -48,7 +48,7 @@ class SerializedState:
     tree: Any
 
 
-def serialize(state: MixerState, dtype: str = "float32", name: str = "state") -> SerializedState:
+def serialize(state: MixerState, dtype: str = "float32") -> SerializedState:
     """Converts a state to named tensors and a tree of plain values.
 
     The state is not changed. The returned tensors may share its memory.
@@ -61,7 +61,6 @@ def serialize(state: MixerState, dtype: str = "float32", name: str = "state") ->
             decoding stays a tail. "bfloat16" and "int8" fold tails and round tensors of three or more
             dimensions with rows of at least 8; int8 with a float32 scale for each row of the last dimension.
             Positions, sums that others are divided by and keys with sums of gates are never rounded.
-        name: the beginning of every tensor's name.
 
     Raises ValueError for another dtype, and for int8 if numbers are not finite; TypeError for a state that holds
     objects other than tensors, states and numbers.
@@ -69,7 +68,7 @@ def serialize(state: MixerState, dtype: str = "float32", name: str = "state") ->
     if dtype not in STATE_DTYPES:
         raise ValueError(f"the dtype of a context is one of {', '.join(STATE_DTYPES)}; got {dtype!r}")
     tensors: dict[str, Tensor] = {}
-    return SerializedState(tensors, _packed(state, name, dtype, tensors))
+    return SerializedState(tensors, _packed(state, "state", dtype, tensors))
 
 
 def deserialize(serialized: SerializedState, device: torch.device | str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.layers import MixerState
-from sympow.layers.state import RowStates
+from sympow.layers.state import RowStates, mapped
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import ModelState
 from sympow.models.step_graphs import StepGraphs
@@ -104,7 +104,7 @@ class Slots:
             return leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() in given else leaf
 
         try:
-            slots._begin(model, batch, _rebuilt(_with_all_room(state, most), owned), most)
+            slots._begin(model, batch, mapped(_with_all_room(state, most), owned, Leaf), most)
         except torch.OutOfMemoryError:  # `state` is as it was
             return None
         for row in range(slots.capacity):
@@ -253,7 +253,7 @@ class Slots:
                 return leaf.at(self._slots[:count])
             return leaf if isinstance(leaf, RowStates) else leaf[:count]
 
-        return _rebuilt(self._held, first)
+        return mapped(self._held, first, Leaf)
 
     def _cut(self, rows: slice, tokens: int) -> ModelState:
         """Returns the state of some rows, all after so many tokens: it may be a view, or a copy."""
@@ -266,7 +266,7 @@ class Slots:
                 return leaf if whole else leaf.at(self._slots[rows]).taken()
             return leaf[rows]
 
-        cut_rows = _rebuilt(self._held, cut)
+        cut_rows = mapped(self._held, cut, Leaf)
         return _of_mixers(cut_rows, lambda mixer: mixer.counting(tokens) if mixer.rows_may_differ else mixer)
 
     def _check(self, row: int) -> None:
@@ -291,7 +291,7 @@ def _of_mixers(state: Any, function: Callable[[MixerState], MixerState]) -> Any:
     if isinstance(state, list):
         return [_of_mixers(item, function) for item in state]
     if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
-        return _with_fields(state, lambda name, item: _of_mixers(item, function))
+        return replace(state, **{name: _of_mixers(item, function) for name, item in vars(state).items()})
     return function(state) if isinstance(state, MixerState) else state
 
 
@@ -308,22 +308,6 @@ def _with_all_room(state: ModelState, most: int | None) -> ModelState:
         return whole if whole.rows_may_differ else mixer
 
     return _of_mixers(state, grown)
-
-
-def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:
-    """Returns a dataclass with function(name, field) in place of every field."""
-    return replace(value, **{field.name: function(field.name, getattr(value, field.name)) for field in fields(value)})
-
-
-def _rebuilt(value: Any, function: Callable[[Leaf], Any]) -> Any:
-    """Returns `value` with function(leaf) in place of every leaf."""
-    if isinstance(value, Leaf):
-        return function(value)
-    if isinstance(value, list):
-        return [_rebuilt(item, function) for item in value]
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    return _with_fields(value, lambda name, item: _rebuilt(item, function))
 
 
 def _leaves(held: Any, other: Any) -> Iterator[tuple[Any, Any]]:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sympow.data import Tokenizer
-from sympow.data.corpus_folder import HELD_OUT, VOCAB_SIZE, SourceDocument, write_corpus
-from sympow.data.own_corpus import Texts
+from sympow.data.builders.corpus_folder import VOCAB_SIZE, write_corpus
+from sympow.data.builders.own_corpus import Texts
+from sympow.data.builders.sources import HELD_OUT, SourceDocument
 from sympow.evaluation import needles, passkey
 from sympow.evaluation.needles import (
     CHAIN,

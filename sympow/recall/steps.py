@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -41,7 +40,7 @@ class RecallTraining:
         device: the device of the data.
         compiled: whether to run the forward and backward pass of a step through torch.compile.
         graphs: whether to replay steps as CUDA graphs.
-        progress: counts validations; None: no progress is shown.
+        progress: counts validations.
         tracker: an open run of a service, which gets every validation; None: no tracker.
 
     Attributes:
@@ -59,7 +58,7 @@ class RecallTraining:
         *,
         compiled: bool,
         graphs: bool,
-        progress: Progress | None = None,
+        progress: Progress,
         tracker: Any = None,
     ):
         self.progress, self.tracker = progress, tracker
@@ -123,7 +122,7 @@ class RecallTraining:
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()
             self.steps_summed = 0
-            with self._phase("validating"):
+            with self.progress.phase("validating"):
                 self.validated = measure(self.model, self.validation, self.config)
             self.history.append(round(self.validated.accuracy, 6))
             self._tell(done)
@@ -133,17 +132,13 @@ class RecallTraining:
                 return "solved"
         return None
 
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.progress is None else self.progress.phase(name)
-
     def _tell(self, step: int) -> None:
         loss, accuracy = self.train_loss, self.validated.accuracy
         if self.tracker is not None:
             row = {"train_loss": loss, "validation_loss": self.validated.loss, "validation_accuracy": accuracy}
             self.tracker.log(row, step=step)
-        if self.progress is not None:
-            self.progress.advance(note=f"loss {loss:.4f}")
-            self.progress.say(f"validation {len(self.history)}: loss {loss:.4f}, validation accuracy {accuracy:.4f}")
+        self.progress.advance(note=f"loss {loss:.4f}")
+        self.progress.say(f"validation {len(self.history)}: loss {loss:.4f}, validation accuracy {accuracy:.4f}")
 
     def _shuffle(self) -> None:
         """Draws a new order of rows and of the parts of batches. It is drawn on the CPU, so that devices agree."""

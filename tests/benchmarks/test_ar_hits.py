@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import zarr
 
 from benchmarks.ar_hits import __main__ as program
 from benchmarks.ar_hits import report, sources, work
@@ -18,6 +17,7 @@ from sympow.data import ByteTokenizer
 from sympow.evaluation.ar_hits import PARTS
 from sympow.recall.results import read_rows
 from sympow.sweeps import run_jobs
+from tests.benchmarks.corpora import write_split
 
 DOCUMENT = 256
 
@@ -28,8 +28,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     for name, documents in (("train", 6), ("heldout", 5)):
-        tokens = np.tile(rng.integers(0, 99, (documents, DOCUMENT // 4), dtype=np.uint16), 4)
-        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, DOCUMENT), zarr_format=2)
+        write_split(folder, name, np.tile(rng.integers(0, 99, (documents, DOCUMENT // 4), dtype=np.uint16), 4))
     return folder
 
 
@@ -165,9 +164,9 @@ def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
     """Two sources of enough documents and one of too few; spaces and the word "a" do not count."""
     letters = np.frombuffer(b"a b c d x y", np.uint8)
     rng = np.random.default_rng(0)
-    texts = rng.choice(letters, (25, 2 * sources.LENGTH + 5)).astype(np.uint16)
+    texts = rng.choice(letters, (25, 2 * sources.LENGTH + 5))
     texts[:12, 1::2] = rng.choice(letters[::2], texts[:12, 1::2].shape)
-    zarr.create_array(str(tmp_path / "train.zarr"), data=texts, chunks=(1, texts.shape[1]), zarr_format=2)
+    write_split(tmp_path, "train", texts)
     ByteTokenizer().save(tmp_path / "tokenizer.json")
     lines = [("fs/ext4", "train", 12), ("mm", "heldout", 3), ("net", "train", 10), ("lib", "train", 3)]
     documents = [json.dumps({"directory": each[0], "split": each[1], "rows": each[2]}) for each in lines]

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import brumby, tables
 from benchmarks.common.measure import read
-from sympow.integrations.transformers.power_models import power_config
+from sympow.integrations.transformers.pretrained.power_models import power_config
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
 from sympow.models.slots import Slots

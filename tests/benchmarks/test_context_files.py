@@ -7,23 +7,8 @@ import pytest
 import torch
 
 from benchmarks.context_files import loss_behind, measure, rows_of
-from sympow.cli import main
 from sympow.models import Context, LanguageModel, ModelConfig
-
-RECIPE = """
-from sympow.data import DataConfig
-from sympow.models import MixerConfig, ModelConfig
-from sympow.training import RunConfig, TrainingConfig
-
-def tiny():
-    return RunConfig(
-        "tiny",
-        ModelConfig(vocab_size=256, d_model=32, n_layers=2, n_heads=2,
-                    mixers=(MixerConfig("power"), MixerConfig("softmax"))),
-        DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
-        TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, evaluation_batches=1),
-    )
-"""
+from tests.tiny_runs import finished_runs
 
 
 def test_losses_behind_a_context_are_those_of_the_whole():
@@ -47,16 +32,11 @@ def test_rows_are_of_documents_that_are_long_enough():
         rows_of(documents, 4, 3)
 
 
-def test_float32_costs_nothing_and_int8_little(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_float32_costs_nothing_and_int8_little(tmp_path):
     draw = random.Random(0)
-    (tmp_path / "corpus").mkdir()
-    for i in range(40):
-        words = " ".join(draw.choice(["power", "state", "of", "the", "key"]) for _ in range(60))
-        (tmp_path / "corpus" / f"{i}.txt").write_text(words)
-    (tmp_path / "tiny.py").write_text(RECIPE.format(corpus=str(tmp_path / "corpus")))
-    assert main(["train", f"{tmp_path}/tiny.py:tiny", "--out", str(tmp_path / "run"), "--quiet"]) == 0
-    exact, bfloat16, int8 = measure(str(tmp_path / "run"), 100, 20, 1)
+    documents = [" ".join(draw.choice(["power", "state", "of", "the", "key"]) for _ in range(60)) for _ in range(40)]
+    with finished_runs(tmp_path, documents, ("hybrid",)) as folder:
+        exact, bfloat16, int8 = measure(str(folder / "hybrid"), 100, 20, 1)
     assert exact["bit_equal"] and exact["more_loss_percent"] == 0
     assert not int8["bit_equal"] and abs(int8["more_loss_percent"]) < 0.5
     assert exact["bytes"] > bfloat16["bytes"] > int8["bytes"]

@@ -9,7 +9,6 @@ from statistics import mean
 
 import numpy as np
 import pytest
-import zarr
 
 from benchmarks import bigram, subset
 from benchmarks.common import measure
@@ -21,6 +20,7 @@ from benchmarks.context_scaling.measures import contexts_of, gain
 from benchmarks.context_scaling.studies import STUDIES, grid
 from sympow.data.zarr_corpus import ZarrCorpus
 from sympow.training import NonFiniteError
+from tests.benchmarks.corpora import write_split
 
 TOY = SCALES["toy"]
 LENGTH = DOCUMENT // TOY.shrink
@@ -32,8 +32,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     for name, documents in (("train", 6), ("heldout", 5)):
-        tokens = rng.integers(0, 256, (documents, LENGTH // 2), dtype=np.uint16).repeat(2, axis=1)
-        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
+        write_split(folder, name, rng.integers(0, 256, (documents, LENGTH // 2), dtype=np.uint16).repeat(2, axis=1))
     return folder
 
 
@@ -137,15 +136,13 @@ def test_bigrams_and_the_last_tokens_have_a_known_loss(tmp_path, monkeypatch, ca
     """Held out are random tokens, and then texts of which each window of 32 has every token once."""
     rng = np.random.default_rng(0)
     for name, texts in (("train", [[0, 1] * (LENGTH // 2)]), ("heldout", rng.integers(0, 256, (4, LENGTH)))):
-        tokens = np.array(texts, dtype=np.uint16)
-        zarr.create_array(str(tmp_path / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
+        write_split(tmp_path, name, texts)
     words = ("--corpus", tmp_path, "--scale", "toy", "--csv", tmp_path / "bigram.csv")
     assert call(monkeypatch, bigram, *words) == 0 == call(monkeypatch, bigram, *words)
     (row,) = read(tmp_path / "bigram.csv")
     assert row["loss"] == pytest.approx(math.log(256), abs=0.02) and row["weights"][3] > 0.95
     (tmp_path / "heldout.zarr").rename(tmp_path / "random.zarr")
-    told = np.tile(rng.integers(2, 256, (4, 20)), LENGTH // 20 + 1)[:, :LENGTH].astype(np.uint16)
-    zarr.create_array(str(tmp_path / "heldout.zarr"), data=told, chunks=(1, LENGTH), zarr_format=2)
+    write_split(tmp_path, "heldout", np.tile(rng.integers(2, 256, (4, 20)), LENGTH // 20 + 1)[:, :LENGTH])
     assert call(monkeypatch, bigram, *words) == 0
     assert read(tmp_path / "bigram.csv")[-1]["loss"] == pytest.approx(math.log(bigram.WINDOW), abs=0.05)
     assert call(monkeypatch, bigram, "--corpus", tmp_path / "none") == 2 and "error: " in capsys.readouterr().err

@@ -11,6 +11,7 @@ from benchmarks.common.measure import read
 from benchmarks.context_use import compared, with_copies
 from sympow.data import TokenCorpus
 from sympow.evaluation import count_bigrams
+from tests.benchmarks.corpora import random_corpus
 
 LENGTH = 4096
 LENGTHS = (256, 1024, LENGTH)
@@ -89,11 +90,10 @@ def test_models_are_compared_by_document_and_seed():
 
 
 def test_a_kept_run_is_measured_from_its_folder(tmp_path, monkeypatch, capsys):
-    from benchmarks.context_scaling.grid import SCALES, Run
+    from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
     from benchmarks.context_scaling.work import Trainer
-    from tests.benchmarks.test_learning import make_corpus
 
-    corpus = make_corpus(tmp_path / "corpus")
+    corpus = random_corpus(tmp_path / "corpus", 4, 3, DOCUMENT // SCALES["toy"].shrink)
     run = Run("power", 4096)
     record = Trainer("toy", corpus, "cpu", measures=True, keep=tmp_path / "kept").prepare(0)(run)
     assert SCALES["toy"].steps == record["row"]["steps"] and len(record["use"]) == 5 * 3 + 2 * 3

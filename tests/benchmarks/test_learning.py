@@ -5,9 +5,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import mean, stdev
 
-import numpy as np
 import pytest
-import zarr
 
 from benchmarks import learning
 from benchmarks.common import measure
@@ -18,22 +16,14 @@ from benchmarks.tables import ROOT
 from sympow.recall.results import group, read_rows
 from sympow.recipes import load_recipe
 from sympow.sweeps import run_jobs
+from tests.benchmarks.corpora import random_corpus
 
 LENGTH = DOCUMENT // SCALES["toy"].shrink
 
 
-def make_corpus(folder):
-    """Writes random documents, three of them held out; returns the folder."""
-    rng = np.random.default_rng(0)
-    for name, documents in (("train", 4), ("heldout", 3)):
-        tokens = rng.integers(0, 256, (documents, LENGTH), dtype=np.uint16)
-        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
-    return folder
-
-
 @pytest.fixture
 def corpus(tmp_path):
-    return make_corpus(tmp_path)
+    return random_corpus(tmp_path, 4, 3, LENGTH)
 
 
 def call(monkeypatch, *words):

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import zarr
 
 from benchmarks import long_text
 from benchmarks.common.measure import read
@@ -16,6 +15,7 @@ from sympow.data import TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.recipes import load_recipe
 from sympow.training import override
+from tests.benchmarks.corpora import random_corpus
 
 LENGTH = 96
 TINY = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "model.vocab_size=64", "data.vocab_size=64",
@@ -30,11 +30,7 @@ def documents():
 
 @pytest.fixture
 def corpus(tmp_path):
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 4), ("heldout", 3)):
-        tokens = rng.integers(0, 64, (count, LENGTH), dtype=np.uint16)
-        zarr.create_array(str(tmp_path / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
-    return tmp_path
+    return random_corpus(tmp_path, 4, 3, LENGTH, vocab_size=64)
 
 
 def call(monkeypatch, corpus, *words):

@@ -2,19 +2,14 @@
 
 import sys
 
-import numpy as np
-import zarr
-
 from benchmarks import positions
 from benchmarks.common.measure import read
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES
+from tests.benchmarks.corpora import random_corpus
 
 
 def test_both_forms_are_measured_in_every_layer(monkeypatch, tmp_path, capsys):
-    length, rng = DOCUMENT // SCALES["toy"].shrink, np.random.default_rng(0)
-    for name in ("train", "heldout"):
-        tokens = rng.integers(0, 256, (3, length), dtype=np.uint16)
-        zarr.create_array(str(tmp_path / f"{name}.zarr"), data=tokens, chunks=(1, length), zarr_format=2)
+    random_corpus(tmp_path, 3, 3, DOCUMENT // SCALES["toy"].shrink)
     file = tmp_path / "rows.csv"
     words = ("--corpus", tmp_path, "--scale", "toy", "--csv", file)
     monkeypatch.setattr(sys, "argv", ["positions", *map(str, words)])

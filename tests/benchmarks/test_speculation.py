@@ -11,26 +11,12 @@ from benchmarks.common.measure import read
 from sympow.models.speculation import Pace
 from tests.tiny_runs import finished_runs
 
-RECIPE = """
-from sympow.data import DataConfig
-from sympow.models import MixerConfig, ModelConfig
-from sympow.training import RunConfig, TrainingConfig
-
-def tiny():
-    return RunConfig(
-        "tiny",
-        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig("power"),)),
-        DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
-        TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, evaluation_batches=1),
-    )
-"""
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     documents = [f"{i} the power of the state of the key " * 3 for i in range(60)]
-    with finished_runs(tmp_path_factory.mktemp("drafts"), documents, ("tiny",), RECIPE) as folder:
-        yield str(folder / "tiny")
+    with finished_runs(tmp_path_factory.mktemp("drafts"), documents, ("power",)) as folder:
+        yield str(folder / "power")
 
 
 def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):
@@ -43,7 +29,7 @@ def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):
     rows = read(file)
     assert [(row["text"], row["temperature"], row["drafts"]) for row in rows] == [
         (text, temperature, drafts)
-        for drafts in ("n-grams", "tiny")
+        for drafts in ("n-grams", "tiny-power")
         for text in ("documents", "random")
         for temperature in (0, 1)
     ]
@@ -52,7 +38,7 @@ def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):
         assert row["same_tokens"] == row["prompts"] == expected
         assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["plain_tokens_per_second"])
         assert 0 < row["distinct"] <= 1 and row["accepted"] <= row["proposed"]
-    itself = next(row for row in rows if row["drafts"] == "tiny" and row["temperature"] == 0)
+    itself = next(row for row in rows if row["drafts"] == "tiny-power" and row["temperature"] == 0)
     assert itself["accepted"] == itself["proposed"] > 0
     assert "same tokens for 4 of 4" in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ import pytest
 from sympow.cli import main
 from sympow.data import load_tokenizer
 from sympow.data.tokens import BPETokenizer
-from tests.data.test_doc_corpus import write_packages
+from tests.data.builders.test_doc_corpus import write_packages
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from sympow import progress
 from sympow.cli import main
-from sympow.data import kernel_corpus
-from tests.data.trees import source_tree, write_archive
+from sympow.data.builders import kernel_corpus
+from tests.data.builders.trees import source_tree, write_archive
 
 
 @pytest.fixture

@@ -70,7 +70,8 @@ def test_weights_are_read_in_the_dtype_that_is_asked_for(run, monkeypatch, capsy
         return continued(model)
 
     monkeypatch.setattr(passkey, "native", seen)
-    words = [command, str(run), "--context", "600", "--texts", "1", "--quiet", "--dtype"]
+    words = [command, str(run), "--context", "600", "--texts", "1", "--quiet"]
+    words += ["--task", "single", "--values", "digits"] * (command == "needles") + ["--dtype"]
     assert main([*words, "bfloat16"]) == 0 and main([*words, "float32"]) == 0
     assert dtypes == [torch.bfloat16, torch.float32]
     capsys.readouterr()

@@ -9,14 +9,13 @@ from sympow.conversion import parse_pattern, swap_mixers
 from sympow.conversion.choice import ROW_TOKENS, ROWS, choose_layers, layer_divergences, parse_kept, rows_of
 from sympow.data import ByteTokenizer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from tests.draws import disturb
 
 
 def teacher() -> LanguageModel:
-    made = LanguageModel(ModelConfig(19, 16, 4, 2, (MixerConfig("softmax", {"bias": False}),), body="llama"), seed=1)
-    generator = torch.Generator().manual_seed(2)
+    config = ModelConfig(19, 16, 4, 2, (MixerConfig("softmax", {"bias": False}),), body="llama")
+    made = disturb(LanguageModel(config, seed=1), 0.3, seed=2)
     with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
         made.blocks[2].mixer.out.weight.zero_()  # the mixer changes nothing
         made.blocks[1].mixer.out.weight.mul_(4)
     return made.eval()

@@ -28,6 +28,7 @@ from sympow.training import (
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.devices import usual_precision
 from sympow.training.run_folder import read_config, write_run_folder
+from tests.draws import disturb
 from tests.ranks import run_ranks
 
 VOCAB, STEPS = 17, 9
@@ -37,11 +38,7 @@ CONFIG = ModelConfig(VOCAB, 16, 3, 2, (SOFTMAX,), body="llama")
 
 def teacher(scale: float = 0.3, layers: int = 3) -> LanguageModel:
     config = dataclasses.replace(CONFIG, n_layers=layers)
-    made, generator = LanguageModel(config, seed=1), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
-    return made.eval()
+    return disturb(LanguageModel(config, seed=1), scale, seed=2).eval()
 
 
 def job(

@@ -21,6 +21,7 @@ from sympow.ops import memory
 from sympow.serving import Engine, PrefixCache
 from sympow.training import RunConfig, TrainingConfig, load_model
 from sympow.training.run_folder import write_run_folder
+from tests.draws import disturb
 from tests.serving.conftest import Client, ask, tokens
 
 PATTERNS = {
@@ -36,11 +37,7 @@ def student(request) -> LanguageModel:
     mixer = MixerConfig("softmax", {"bias": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     teacher = LanguageModel(ModelConfig(256, 32, 5, 4, (mixer,), body="llama", n_kv_heads=2), seed=0)
     pattern, options = PATTERNS[request.param]
-    made, generator = swap_mixers(teacher, pattern, window=9, **options), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    return made.eval()
+    return disturb(swap_mixers(teacher, pattern, window=9, **options), 0.2, seed=1).eval()
 
 
 def greedy(model: LanguageModel, prompt: torch.Tensor, new: int = 12, **options) -> list[int]:

@@ -49,7 +49,11 @@ def small_config(case: str = "power") -> ModelConfig:
 
 
 def small_model(case: str = "power") -> LanguageModel:
-    model = LanguageModel(small_config(case), seed=1)
+    return loud_model(small_config(case))
+
+
+def loud_model(config: ModelConfig) -> LanguageModel:
+    model = LanguageModel(config, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

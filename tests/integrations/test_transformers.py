@@ -68,8 +68,8 @@ def test_any_chunks_of_a_prompt_are_one_forward(native, tokens, cuts):
 LENGTHS = ((7, 1, 1, 12), (21,), (1, 20), (9, 12))  # of the documents in each row
 
 
-def restarting(lengths=LENGTHS):
-    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+def restarting():
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
 
 
 def each_document_alone(native, tokens, lengths=LENGTHS):

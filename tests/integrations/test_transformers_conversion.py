@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from sympow.cli import main
 from sympow.data import BPETokenizer, DataConfig, load_tokenizer, open_corpus
-from sympow.data.tokenizer_files import end_tokens, tokenizer_config, write_beside
+from sympow.data.tokenizer_files import end_tokens
 from sympow.integrations.transformers.folders import from_transformers
-from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields, gguf_tokenizer
 from sympow.serving import Engine
 from sympow.serving.http import ChatTemplate, Service
 from sympow.training import load_model, read_metrics
@@ -232,43 +231,6 @@ def test_a_text_ends_where_the_tokenizer_says(folder, capsys):
     assert written.startswith(shorter) and len(shorter) < len(written)
 
 
-def test_special_tokens_of_a_gguf_file(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_token_list(["a", "<end>", "<pad>"])
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    write_beside(gguf_beside(gguf_fields(tmp_path / "tiny.gguf")), tmp_path)
-    assert tokenizer_config(tmp_path) == {"eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 1, "pad_token_id": 2}
-
-
-@pytest.mark.parametrize(
-    ("named", "ends"),
-    [
-        ({"eos": 1, "eot": 3}, [1, 3]),
-        ({"eos": 1, "eot": 1}, 1),
-        ({"eot": 3}, 3),
-        ({"eos": 4, "eot": 3, "eom": 1}, [4, 3, 1]),
-        ({"bos": 2}, None),
-    ],
-)
-def test_all_ends_of_texts_in_a_gguf_file(named, ends, tmp_path):
-    tokens = {"tokenizer.ggml.tokens": ["a", "<end>", "<pad>", "<turn>", "<text>"]}
-    fields = tokens | {f"tokenizer.ggml.{kind}_token_id": number for kind, number in named.items()}
-    write_beside(gguf_beside(fields), tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text()).get("eos_token_id") == ends
-    for kind in named:
-        message = f"expected a special token below 5 as tokenizer.ggml.{kind}_token_id; got 5"
-        with pytest.raises(ValueError, match=message):
-            gguf_beside(fields | {f"tokenizer.ggml.{kind}_token_id": 5})
-
-
 def test_commands_of_the_readme_run(folder, monkeypatch, capsys):
     """Those behind the two that fetch packages and a model, with a small model in its place."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -394,31 +356,3 @@ def test_end_tokens_that_are_none_are_refused(folder, tmp_path, content, capsys)
     assert main(["generate", f"{tmp_path}/run", "--prompt", "To be", "--max-new-tokens", "2"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert "generation_config.json" in error
-
-
-@pytest.mark.parametrize(("pre", "said", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False),
-                                                     ("qwen2", None, False), ("qwen2", True, True),
-                                                     ("refact", None, False), ("dbrx", None, False)])  # fmt: skip
-def test_texts_begin_as_a_gguf_file_says(pre, said, begins, tmp_path):
-    """The words of Llama 3 that are tokens need no merges."""
-    BPETokenizer.train([TEXT], 280).save(tmp_path)
-    made = json.loads((tmp_path / "tokenizer.json").read_text())
-    tokens = [*made["model"]["vocab"], "<begin>", "abcdef"]
-    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * (len(tokens) - 2) + [3, 1],
-              "merges": [" ".join(pair) for pair in made["model"]["merges"]],
-              "bos_token_id": len(tokens) - 2}  # fmt: skip
-    fields |= {} if said is None else {"add_bos_token": said}
-    text = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, "file")
-    tokenizer = BPETokenizer(text)
-    assert tokenizer.start == ((len(tokens) - 2,) if begins else ())
-    assert (tokenizer.encode("abcdef").tolist() == [len(tokens) - 1]) is (pre == "llama-bpe")
-
-
-@pytest.mark.parametrize(("pre", "count"), [("smollm", 6), ("refact", 6), ("qwen2", 6), ("llama-bpe", 4), ("dbrx", 4)])
-def test_digits_are_split_as_a_gguf_file_says(pre, count):
-    """One at a time, or in threes, whose merges then apply."""
-    letters = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 324))]
-    tokens = [*letters, "12", "123"]
-    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["1 2", "12 3"]}
-    text = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, "file")
-    assert len(BPETokenizer(text).encode("123456")) == count

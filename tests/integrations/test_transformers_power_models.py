@@ -341,7 +341,8 @@ def test_an_id_on_the_hub_is_read_as_a_folder(tmp_path, source):
 
 def test_weights_are_in_memory_once(tmp_path, source, monkeypatch):
     """Of a model that fills the memory, no second copy can be made: not while files are read, not in transformers."""
-    from sympow.integrations.transformers import modeling, power_models
+    from sympow.integrations.transformers import modeling
+    from sympow.integrations.transformers.pretrained import power_models
 
     folder, config, weights = source
     place, read = power_models.place, []

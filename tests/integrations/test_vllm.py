@@ -13,8 +13,9 @@ import torch
 
 from sympow.layers import make_mixer
 from sympow.layers.attention import BLOCK
-from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
+from sympow.models import MixerConfig, ModelConfig, generate
 from sympow.training import load_model
+from tests.integrations.small import loud_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 24
@@ -72,15 +73,8 @@ needs_vllm = pytest.mark.skipif(
 
 def make(name):
     """A model whose greedy text does not repeat at once."""
-    model = LanguageModel(
-        ModelConfig(**{"vocab_size": VOCAB, "d_model": 128, "n_layers": 2, "n_heads": 4} | MODELS[name]), seed=1
-    )
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.add_(torch.empty(parameter.shape).normal_(0, 0.1, generator=generator))
-    return model.eval()
+    shape = {"vocab_size": VOCAB, "d_model": 128, "n_layers": 2, "n_heads": 4}
+    return loud_model(ModelConfig(**shape | MODELS[name]))
 
 
 def rounds_of(sizes, step):

@@ -42,9 +42,9 @@ def made(name, kind, options):
     return mixer
 
 
-def pages_of(page, spare=64):
+def pages_of(page):
     """The bytes of all pages, with some behind the tensors, and views of the tensors."""
-    raw = torch.full((PAGES, page.size + spare), 0x7F, dtype=torch.int8, device=DEVICE)
+    raw = torch.full((PAGES, page.size + 64), 0x7F, dtype=torch.int8, device=DEVICE)
     return raw, page.tensors(raw[:, : page.size])
 
 

@@ -5,6 +5,7 @@ import torch
 
 from sympow.integrations.vllm.ranks import rank_config, rank_part
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from tests.draws import disturb
 from tests.integrations.small import small_model
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 1, "n_heads": 4}
@@ -17,14 +18,8 @@ OPTIONS = {
 
 
 def whole_model(options, body):
-    """Weights are large enough that every part counts, biases included."""
     config = ModelConfig(**SHAPE, body=body, n_kv_heads=2, mixers=(MixerConfig("power", options),))
-    model = LanguageModel(config, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.empty(parameter.shape).normal_(0, 0.1, generator=generator))
-    return model.double()
+    return disturb(LanguageModel(config, seed=1), 0.1, seed=2).double()
 
 
 @pytest.mark.parametrize("body", ["llama", "gpt2"])

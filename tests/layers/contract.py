@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sympow.layers import MIXERS, Mixer
+from tests.draws import disturb, normal
 
 D_MODEL, HEADS = 24, 4
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -132,17 +133,11 @@ T = 37
 def make(case: tuple[str, dict], seed: int = 0) -> Mixer:
     """A mixer in float64 whose every parameter matters: nothing stays at its special initial value."""
     name, options = case
-    mixer = MIXERS[name](D_MODEL, HEADS, **options).double()
-    mixer.eval()
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in mixer.parameters():
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return mixer
+    return disturb(MIXERS[name](D_MODEL, HEADS, **options).double().eval(), 0.2, seed)
 
 
 def sequence(batch: int = 2, time: int = T, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, time, D_MODEL, generator=generator, dtype=torch.float64)
+    return normal(batch, time, D_MODEL, seed=seed)
 
 
 def tokens_of(x: torch.Tensor) -> torch.Tensor:

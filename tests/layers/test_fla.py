@@ -10,6 +10,7 @@ from torch import nn
 from sympow.layers import FLA_MIXERS, make_mixer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.recipes import load_sweep
+from tests.draws import disturb, normal
 
 
 class StandIn(nn.Module):
@@ -108,11 +109,8 @@ def test_the_seed_decides_weights_and_nothing_else_is_touched(fla):
 
 def test_rwkv7_by_the_package_is_its_own_recurrence(fla):
     plain, other = (make_mixer("rwkv7", 8, 2, {"impl": impl}).double() for impl in ("plain", "fla"))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in plain.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    other.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 9, 8, generator=generator, dtype=torch.float64)
+    other.load_state_dict(disturb(plain, 0.3).state_dict())
+    x = normal(2, 9, 8, seed=1)
     results = []
     for mixer in (plain, other):
         state, outs = mixer.init_state(2), [mixer(x)]

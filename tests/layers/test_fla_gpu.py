@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sympow.layers import FLA_MIXERS, Mixer, make_mixer
+from tests.draws import disturb
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("fla") is None,
@@ -22,12 +23,8 @@ CASES = [*((name, {}) for name in FLA_MIXERS), ("gated_delta_net", {"head_dim": 
 
 def make(name: str, options: dict) -> Mixer:
     mixer = make_mixer(name, D_MODEL, HEADS, options).cuda()
-    generator = torch.Generator().manual_seed(0)
-    mixer.reset_parameters(std=0.1, generator=generator)
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator).cuda()
-    return mixer
+    mixer.reset_parameters(std=0.1, generator=torch.Generator().manual_seed(0))
+    return disturb(mixer, 0.05, seed=1)
 
 
 def sequence(batch: int = 2, time: int = T, seed: int = 1) -> torch.Tensor:

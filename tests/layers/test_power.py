@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from sympow.layers import LinearAttention, PowerAttention, SoftmaxAttention
 from sympow.ops import DecodingState
 from sympow.ops.types import OutOfRangeError
+from tests.draws import disturb, normal
 
 
 def input_like(layer: PowerAttention, time: int = 20, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(1, time, layer.d_model, generator=generator, dtype=torch.float64).to(dtype)
+    return normal(1, time, layer.d_model, seed=3, dtype=dtype)
 
 
 # Nothing around the attention: no convolution in front, no norm of the heads' outputs, no gate on them.
@@ -80,9 +80,7 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_is_the_formula(options):
-    layer = PowerAttention(16, 4, **options).double()
-    for parameter in layer.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
+    layer = disturb(PowerAttention(16, 4, **options).double(), 0.3, seed=5)
     x = input_like(layer)
     torch.testing.assert_close(layer(x), dense(layer, x), rtol=1e-9, atol=1e-10)
 
@@ -279,9 +277,7 @@ def test_attention_starts_as_an_average_of_the_past_under_a_host():
 
 @torch.no_grad()
 def test_older_weights_hold_the_start_in_their_biases():
-    layer, other = PowerAttention(16, 2), PowerAttention(16, 2)
-    for parameter in layer.parameters():
-        parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    layer, other = disturb(PowerAttention(16, 2), 0.3, seed=5), PowerAttention(16, 2)
     older = layer.state_dict()
     older["qkv.bias"] = older["qkv.bias"] + older.pop("qkv_start")
     other.load_state_dict(older)

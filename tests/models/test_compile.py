@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from tests.draws import disturb
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton.adapt", reason="needs triton")
@@ -22,10 +23,7 @@ def test_each_part_is_one_graph(monkeypatch, body, rotation, chunk_size, recompu
     mixer = MixerConfig("power", {"rotation": rotation, "impl": "triton", "chunk_size": chunk_size})
     layers = 2 if body == "gpt2" else 1
     config = ModelConfig(11, d_model=16, n_layers=layers, n_heads=1, mixers=(mixer,), body=body)
-    model = LanguageModel(config, seed=0).to(DEVICE)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # nothing stays at 0, as rwkv7's outputs do
-        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+    model = disturb(LanguageModel(config, seed=0).to(DEVICE), 0.02, seed=1)
     if recompute:
         model.checkpoint_activations()
     text = torch.randint(11, (1, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)

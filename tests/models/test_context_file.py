@@ -23,6 +23,7 @@ from sympow.models import (
 from sympow.models.context import NO_TOKENS, extended_digest
 from sympow.models.context_file import read_header
 from sympow.ops import DecodingState, PowerState
+from tests.draws import disturb
 
 VOCAB = 61
 RANDOM = MixerConfig("selection", {"selection": "random", "probability": 0.5})
@@ -52,12 +53,7 @@ def model(case: str = "power", seed: int = 0) -> LanguageModel:
     body, mixers = CASES[case]
     shape = {"mlp_ratio": 2} if body != "llama" else {"mlp_hidden": 48}
     config = ModelConfig(VOCAB, 32, max(2, len(mixers)), 2, tuple(mixers), body=body, tie_embeddings=False, **shape)
-    built = LanguageModel(config, seed=seed).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return built
+    return disturb(LanguageModel(config, seed=seed).eval(), 0.2, seed)
 
 
 def tokens(time: int = 43, rows: int = 1, seed: int = 1) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate, stream
 from sympow.models.generation import sample
+from tests.draws import make_every_token_matter
 
 VOCAB = 31
 MIXERS = {
@@ -19,15 +20,7 @@ MIXERS = {
 
 
 def model(mixers=MIXERS["power"]) -> LanguageModel:
-    """Untrained, but with weights so large that every token matters to the next."""
-    built = LanguageModel(ModelConfig(VOCAB, 24, 2, 2, mixers), seed=0).double()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            if parameter.dim() == 2:
-                parameter *= 8
-        # With a tied head the likeliest token would always be the last one.
-        built.final_norm.weight.normal_(generator=torch.Generator().manual_seed(0))
-    return built
+    return make_every_token_matter(LanguageModel(ModelConfig(VOCAB, 24, 2, 2, mixers), seed=0).double())
 
 
 def prompt(batch: int = 2, time: int = 13) -> torch.Tensor:

@@ -20,6 +20,7 @@ from sympow.models import (
     stream,
 )
 from sympow.models.speculation import Pace
+from tests.draws import disturb
 
 VOCAB = 31
 BLOCK = {"short_convolution": 3, "head_norm": True, "output_gate": True}
@@ -42,12 +43,7 @@ CASES = {
 def model(case: str = "power", seed: int = 0, vocab: int = VOCAB, n_layers: int = 2) -> LanguageModel:
     """Untrained, but with weights so large that every token matters to the next; they enlarge roundings: float64."""
     options = {"n_layers": n_layers, "tie_embeddings": False, **CASES[case]}
-    built = LanguageModel(ModelConfig(vocab, 16, n_heads=2, **options), seed=seed).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return built
+    return disturb(LanguageModel(ModelConfig(vocab, 16, n_heads=2, **options), seed=seed).double().eval(), 0.3, seed)
 
 
 def prompt(time: int = 9, seed: int = 1) -> torch.Tensor:

@@ -13,7 +13,7 @@ from sympow.evaluation import needles, passkey
 from sympow.evaluation.needles import Prose
 from sympow.recall import needle_corpus
 from sympow.recall.needle_corpus import FACTS, PASSKEY, build_needle_corpus, needle_row, words_of
-from tests.data.trees import contents
+from tests.data.builders.trees import contents
 
 WORDS = "the of a road hill ship stone mud light wind house grass night morning field path roof bread voice"
 DRAW = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager, eager
 from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS
 from sympow.models import MixerConfig, RecallModel
+from sympow.progress import Progress
 from sympow.recall import Architecture, read_results, run, write_results
 from sympow.recall.rows import load, measure
 from sympow.recall.run import describe_tasks
@@ -27,6 +28,7 @@ from sympow.training.optimizer import learning_rate
 # Where there is a GPU, steps are replayed as graphs there too.
 PLACES = [("cpu", False)] + [("cuda", graphs) for graphs in (False, True) if torch.cuda.is_available()]
 VARIES = ("seconds",)
+SILENT = Progress("training", quiet=True)
 
 
 def without_times(rows):
@@ -114,7 +116,7 @@ def test_mixtures_are_trained_together_and_tested_apart(small):
 
 def trainer(config, compiled=False):
     model = RecallModel(config.model, seed=config.seed)
-    return RecallTraining(config, model, torch.device("cpu"), compiled=compiled, graphs=False)
+    return RecallTraining(config, model, torch.device("cpu"), compiled=compiled, graphs=False, progress=SILENT)
 
 
 def test_an_epoch_takes_every_row_once_in_a_new_order(small, monkeypatch):
@@ -158,7 +160,7 @@ def test_muon_moves_the_matrices(small, device, graphs):
     """By the same rates as the other weights, which are on the device."""
     config = replace(small, width=64, optimizer="muon", muon_rate=2.0, epochs=1)
     model = RecallModel(config.model, seed=0).to(device)
-    made = RecallTraining(config, model, torch.device(device), compiled=False, graphs=graphs)
+    made = RecallTraining(config, model, torch.device(device), compiled=False, graphs=graphs, progress=SILENT)
     assert [group["weight_decay"] for group in made.optimizer.param_groups] == [0.1, 0.1, 0.0]
     matrices = made.optimizer.param_groups[0]
     assert len(matrices["params"]) == 4 and matrices["rows"] == [[64, 64, 64], [64]] * 2

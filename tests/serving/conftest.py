@@ -9,6 +9,7 @@ import torch
 from sympow.data import ByteTokenizer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.serving import Engine, PrefixCache, Request, Sampling
+from tests.draws import make_every_token_matter
 
 if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "pydantic", "prometheus_client")):
     collect_ignore_glob = ["test_http*.py"]
@@ -16,16 +17,9 @@ if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn
 
 @pytest.fixture(scope="session")
 def model():
-    """Power attention and a window in turns, with weights so large that every token matters to the next."""
+    """Power attention and a window in turns."""
     mixers = (MixerConfig("power"), MixerConfig("window", {"window": 9}))
-    built = LanguageModel(ModelConfig(256, 32, 2, 2, mixers), seed=0)
-    with torch.no_grad():
-        for parameter in built.parameters():
-            if parameter.dim() == 2:
-                parameter *= 8
-        # With a tied head the likeliest token would always be the last one.
-        built.final_norm.weight.normal_(generator=torch.Generator().manual_seed(0))
-    return built.eval()
+    return make_every_token_matter(LanguageModel(ModelConfig(256, 32, 2, 2, mixers), seed=0)).eval()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import nn
 from sympow import files
 from sympow.training import Checkpoint, CheckpointError, fine_tuning_run, latest, load_checkpoint, save_checkpoint
 from sympow.training.checkpoint import checkpoint_path, latest_step, list_checkpoints, restore_model
+from tests.pickles import Evil
 
 
 def example(step: int = 3) -> Checkpoint:
@@ -130,16 +131,6 @@ def test_damaged(tmp_path):
     data[data.index(torch.arange(600.0).numpy().tobytes()) + 50] ^= 1
     path.write_bytes(data)
     assert "is damaged (wrong checksum of " in refusal(path)
-
-
-class Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
 
 
 def test_foreign_files(tmp_path):

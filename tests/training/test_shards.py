@@ -12,6 +12,7 @@ from sympow.training import checkpoint as module
 from sympow.training.checkpoint import HEADER, Checkpoint, is_checkpoint, latest, list_checkpoints
 from sympow.training.ranks import Ranks
 from sympow.training.shards import ShardError, read_shards, write_shards
+from tests.pickles import Evil
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -69,16 +70,6 @@ def test_damaged(folder):
     (file,) = folder.glob("*.distcp")
     file.write_bytes(bytes(len(file.read_bytes())))
     assert refusal(folder).startswith("is damaged (")
-
-
-class Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
 
 
 def test_foreign_contents_are_not_executed(folder, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
@@ -296,20 +296,7 @@ def moved(state: Value, offset: int) -> Value:
 def _selected(state: MixerState | None, places: Sequence[int]) -> MixerState | None:
     if state is None:
         return None
-    return _mapped(lambda x: x.index_select(0, torch.tensor(places, device=x.device)), state)
-
-
-def _mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
-    """Returns `value` with every tensor replaced by function(tensor, the corresponding tensors of the others)."""
-    if isinstance(value, Tensor):
-        return function(value, *others)
-    if isinstance(value, list | tuple):
-        return type(value)([_mapped(function, *items) for items in zip(value, *others, strict=True)])
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value)]
-        inner = {n: _mapped(function, getattr(value, n), *(getattr(o, n) for o in others)) for n in names}
-        return replace(value, **inner)
-    return value
+    return state.mapped(lambda x: x.index_select(0, torch.tensor(places, device=x.device)))
 
 
 def _form(value: Any) -> Any:
@@ -335,15 +322,17 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
             continue
         index = [row for rows, _ in group for row in rows]
         order = sorted(range(len(index)), key=index.__getitem__)
-        states = [None if of[0] is None else _mapped(_cat, *of) for of in zip(*(s for _, s in group), strict=True)]
+        states = [_cat(of) for of in zip(*(states for _, states in group), strict=True)]
         if order != list(range(len(index))):
             states = [_selected(state, order) for state in states]
         result.append(([index[place] for place in order], states))
     return result
 
 
-def _cat(*tensors: Tensor) -> Tensor:
-    return torch.cat(tensors)
+def _cat(states: Sequence[MixerState | None]) -> MixerState | None:
+    held = [state for state in states if state is not None]
+    tensors = zip(*(state.tensors() for state in held), strict=True)
+    return held[0].mapped(lambda _: torch.cat(next(tensors))) if held else None
 
 
 def one_cache(past_key_values: SympowCache | None, cache: SympowCache | None) -> SympowCache | None:

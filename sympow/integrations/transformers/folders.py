@@ -14,7 +14,9 @@ import torch
 from safetensors import SafetensorError
 
 from sympow.data import load_tokenizer
+from sympow.data.byte_level import bpe_model, byte_characters
 from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_beside, tokenizer_config, write_beside
+from sympow.data.tokens import BYTES_TAG
 from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading
@@ -68,7 +70,7 @@ def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int 
     run: dict[str, Any] = {"step": loaded.step, "config": loaded.config.to_dict()}
     if source.is_file():
         text = source.read_text(encoding="utf-8")
-        run["tokenizer"] = _kind(text)
+        run["tokenizer"] = "bytes" if json.loads(text) == BYTES_TAG else "bpe"
         write_text(folder / _TOKENIZER, _byte_level() if run["tokenizer"] == "bytes" else text)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings = tokenizer_config(loaded.run_dir) | settings
@@ -108,7 +110,8 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     config = replace(config, model=model.config, training=training)
     tokenizer = None
     if "tokenizer" in run:
-        tokenizer = _BYTES if run["tokenizer"] == "bytes" else (source / _TOKENIZER).read_text(encoding="utf-8")
+        own = run["tokenizer"] == "bytes"
+        tokenizer = json.dumps(BYTES_TAG) if own else (source / _TOKENIZER).read_text(encoding="utf-8")
     beside = read_beside(source)
     return write_run_folder(target, config, model, step=step, tokenizer=tokenizer, beside=beside)
 
@@ -180,32 +183,10 @@ def native_view(model: SympowForCausalLM) -> LanguageModel:
     return native.eval()
 
 
-_BYTES = json.dumps({"type": "sympow.bytes", "version": 1})  # as sympow.data.ByteTokenizer saves itself
-
-
-def _kind(text: str) -> str:
-    return "bytes" if json.loads(text) == json.loads(_BYTES) else "bpe"
-
-
 def _byte_level() -> str:
     """Returns the tokenizer of bytes for the library tokenizers: a BPE without merges, byte b as token b."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {letters[byte]: byte for byte in range(256)},
-        "merges": [],
-    }
+    model = bpe_model(dict(sorted(byte_characters().items(), key=lambda item: item[1])), [])
     spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
     spec |= {"normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}
     return json.dumps(spec, ensure_ascii=False)

@@ -54,6 +54,7 @@ class SympowPreTrainedModel(PreTrainedModel):
 
     config_class = SympowConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SympowBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -129,14 +130,6 @@ class SympowModel(SympowPreTrainedModel):
         self.final_norm = native.final_norm
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Returns the embedding of the tokens."""
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Sets the embedding of the tokens."""
-        self.embedding = value
 
     @can_return_tuple
     def forward(
@@ -352,22 +345,6 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         self.model = SympowModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Returns the embedding of the tokens."""
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Sets the embedding of the tokens."""
-        self.model.embedding = value
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """Returns the head, a linear layer from the width of the model to the vocabulary."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Sets the head."""
-        self.lm_head = new_embeddings
 
     @can_return_tuple
     def forward(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sympow.data.tokenizer_files import json_object
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading
-from sympow.integrations.transformers.power_models import POWER_MODELS
+from sympow.integrations.transformers.pretrained.power_models import POWER_MODELS
 from sympow.integrations.transformers.weight_files import check_loaded
 
 _ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row

@@ -85,7 +85,7 @@ def check_no_adapter(source: str | os.PathLike[str]) -> None:
     Args:
         source: the folder or the id.
     """
-    if _file(source, "adapter_config.json") is not None:
+    if optional_file(source, "adapter_config.json") is not None:
         how = "merge it into the weights (merge_and_unload of PEFT), or remove adapter_config.json"
         raise ValueError(f"{source} cannot be read: it has an adapter beside its weights; {how}")
 
@@ -118,13 +118,14 @@ def safetensors_files(source: str | os.PathLike[str]) -> list[Path]:
 
 def _files(source: str | os.PathLike[str], whole: str) -> list[Path] | None:
     """Returns the file `whole`, or those that its index names; None where neither is there."""
-    if (file := _file(source, whole)) is not None:
+    if (file := optional_file(source, whole)) is not None:
         return [file]
-    index = _file(source, f"{whole}.index.json")
+    index = optional_file(source, f"{whole}.index.json")
     return None if index is None else [_shard(source, index, name) for name in _shards(index)]
 
 
-def _file(source: str | os.PathLike[str], name: str) -> Path | None:
+def optional_file(source: str | os.PathLike[str], name: str) -> Path | None:
+    """Returns a file in a folder, or of an id on the Hub; None where it is not there."""
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(str(source), name, **optional)
     return None if found is None else Path(found)
@@ -142,7 +143,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _shard(source: str | os.PathLike[str], index: Path, name: str) -> Path:
-    file = _file(source, name)
+    file = optional_file(source, name)
     if file is None:
         raise FileNotFoundError(f"{index} names the file {name}, which is missing")
     return file

@@ -56,16 +56,16 @@ def draw_with_lags(examples: int, triples: int, vocab_size: int, lags: int, seed
     return Instances(keys, values, queries, vocab_size)
 
 
-def tape(instances: Instances, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Writes rows of triples as one-hot vectors, [n, 3 M, 3 C] with C the vocabulary's size.
+def tape(instances: Instances) -> Tensor:
+    """Writes rows of triples as one-hot vectors, float64 [n, 3 M, 3 C] with C the vocabulary's size.
 
     Row 3 i holds key i in the first C channels, row 3 i + 1 value i in the next C, row 3 i + 2 query i in the last C.
     """
     n, triples = instances.keys.shape
     size = instances.vocab_size
-    u = torch.zeros(n, triples, 3, 3, size, dtype=dtype)
+    u = torch.zeros(n, triples, 3, 3, size, dtype=torch.float64)
     for part, tokens in enumerate((instances.keys, instances.values, instances.queries)):
-        u[:, :, part, part] = F.one_hot(tokens, size).to(dtype)
+        u[:, :, part, part] = F.one_hot(tokens, size)
     return u.reshape(n, 3 * triples, 3 * size)
 
 

@@ -4,8 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from sympow.data.corpus_folder import Entry
-from sympow.data.length_plot import bin_edges, plot_document_lengths
+from sympow.data.builders.corpus_folder import Entry
+from sympow.data.builders.length_plot import bin_edges, plot_document_lengths
 
 
 def write_corpus(folder, lengths, row=64):

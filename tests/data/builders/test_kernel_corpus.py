@@ -9,12 +9,13 @@ import pytest
 import zarr
 
 from sympow.data import BPETokenizer, DataConfig, build_kernel_corpus, load_tokenizer, open_corpus
-from sympow.data.corpus_folder import HELD_OUT, read_entries
-from sympow.data.debian_package import fetch_package
-from sympow.data.kernel_corpus import plan_documents
+from sympow.data.builders.corpus_folder import read_entries
+from sympow.data.builders.debian_package import fetch_package
+from sympow.data.builders.kernel_corpus import plan_documents
+from sympow.data.builders.sources import HELD_OUT
 from sympow.locks import locked
-from tests.data.killed import killed_builds
-from tests.data.trees import contents, source_tree, write_archive, write_folder, write_package
+from tests.data.builders.killed import killed_builds
+from tests.data.builders.trees import contents, source_tree, write_archive, write_folder, write_package
 
 FILES = source_tree()
 ROW = 64

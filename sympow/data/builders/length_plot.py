@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sympow.data.corpus_folder import SPLITS, Entry, read_entries, read_summary
+from sympow.data.builders.corpus_folder import Entry, read_entries, read_summary
+from sympow.data.builders.sources import SPLITS
 
 _COLOURS = {"train": "#0072B2", "heldout": "#E69F00"}  # of Okabe and Ito's palette
 _NAMES = {"train": "training", "heldout": "held out"}

@@ -22,9 +22,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE, SourceDocument, choose_held_out, join_small, write_corpus
-from sympow.data.debian_package import fetch_package
-from sympow.data.source_tree import read_files
+from sympow.data.builders.corpus_folder import ROW_TOKENS, VOCAB_SIZE, write_corpus
+from sympow.data.builders.debian_package import fetch_package
+from sympow.data.builders.source_tree import read_files
+from sympow.data.builders.sources import SourceDocument, choose_held_out, join_small
 from sympow.data.text import headed_text, looks_binary
 from sympow.files import digest
 from sympow.progress import Progress

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sympow.integrations.transformers.errors import reading
-from sympow.integrations.transformers.sources import check_fields, check_shapes, neighbouring_pairs, rope_scaling
+from sympow.integrations.transformers.pretrained.config_fields import check_fields, rope_scaling
+from sympow.integrations.transformers.pretrained.weight_layout import check_shapes, neighbouring_pairs
 from sympow.integrations.transformers.weight_files import (
     FLOATS,
     check_dtypes,

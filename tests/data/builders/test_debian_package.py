@@ -2,7 +2,7 @@
 
 import pytest
 
-from sympow.data.debian_package import fetch_package
+from sympow.data.builders.debian_package import fetch_package
 
 
 def test_a_package_that_cannot_be_fetched(tmp_path, apt_get, monkeypatch):

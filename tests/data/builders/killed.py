@@ -40,6 +40,6 @@ def killed_builds(name: str, out: Path, source: Path, events: Sequence[int]) -> 
     A build is killed, with code 9, before it writes, renames or removes a file more than `events` says.
     """
     words = [sys.executable, "-c", SCRIPT, name, str(out), str(source), *map(str, events)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
     pairs = (line.split() for line in done.stdout.splitlines())
     return [(int(code), there == "True") for code, there in pairs]

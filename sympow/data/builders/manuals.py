@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sympow.data.debian_package import control_fields, package_archive
-from sympow.data.html_text import Page, read_page
+from sympow.data.builders.debian_package import control_fields, package_archive
+from sympow.data.builders.html_text import Page, read_page
 from sympow.data.text import looks_binary
 
 _HTML = (".html", ".htm", ".xhtml", ".html.en")

@@ -10,10 +10,10 @@ import zarr
 
 from sympow.cli import main
 from sympow.data import BPETokenizer, DataConfig, build_corpus, load_tokenizer, open_corpus
-from sympow.data.corpus_folder import read_entries
+from sympow.data.builders.corpus_folder import read_entries
 from sympow.data.tokens import ByteTokenizer
-from tests.data.killed import killed_builds
-from tests.data.trees import contents
+from tests.data.builders.killed import killed_builds
+from tests.data.builders.trees import contents
 
 ROW = 64
 OPTIONS = {"vocab_size": 300, "row_tokens": ROW}

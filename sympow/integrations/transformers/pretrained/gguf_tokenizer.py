@@ -8,29 +8,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from sympow.data.byte_level import WORDS, bpe_model
 from sympow.data.tokenizer_files import CONFIG, GENERATION
-from sympow.integrations.transformers.gguf_file import read_header, short
+from sympow.integrations.transformers.pretrained.gguf_file import short
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
-
-
-def gguf_fields(file: Path) -> dict[str, Any]:
-    """Reads the fields of the tokenizer in a GGUF file, by their names.
-
-    Raises ImportError without the packages that reading a GGUF file needs, ValueError for a file that is cut or of
-    another kind.
-    """
-    return tokenizer_fields(read_header(file).fields)
-
-
-def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the fields of a GGUF file that describe the tokenizer."""
-    return {name: value for name, value in fields.items() if name.startswith("tokenizer")}
 
 
 def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[str, str]:
@@ -40,7 +25,7 @@ def gguf_beside(fields: Mapping[str, Any], name: str = "the GGUF file") -> dict[
     call of a tool (eom), where the file names them.
 
     Args:
-        fields: the result of `gguf_fields`.
+        fields: those of the file, see `GGUFHeader`.
         name: of the file, for the message.
 
     Raises ValueError for a special token or a template that is none.
@@ -69,7 +54,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
     Texts begin with the token for the beginning if the file says so, and also if it says nothing and is of Llama 3.
 
     Args:
-        fields: the result of `gguf_fields`.
+        fields: those of the file, see `GGUFHeader`.
         name: of the file, for the message.
 
     Raises ValueError for a tokenizer of another kind.
@@ -97,18 +82,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         raise ValueError(f"{name} has the token {twice!r} twice in tokenizer.ggml.tokens")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [i for i, each in enumerate(types) if each in (_CONTROL, _USER_DEFINED)]
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": value("pre") == "llama-bpe",
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": value("merges"),
-    }
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     spec = {
         "version": "1.0",
         "truncation": None,
@@ -118,7 +92,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitter},
         "post_processor": _post_processor(fields, name),
         "decoder": _BYTES | {"add_prefix_space": True},
-        "model": model,
+        "model": bpe_model(vocabulary, value("merges"), value("pre") == "llama-bpe"),
     }
     return json.dumps(spec, ensure_ascii=False)
 
@@ -165,7 +139,7 @@ def _splitters() -> dict[str, list[dict[str, Any]]]:
     """Returns the rules that split a text before merges, by their names in GGUF files."""
 
     def words(digits: str) -> list[dict[str, Any]]:
-        split = {"type": "Split", "pattern": {"Regex": _WORDS % digits}, "behavior": "Isolated", "invert": False}
+        split = {"type": "Split", "pattern": {"Regex": WORDS % digits}, "behavior": "Isolated", "invert": False}
         return [split, _BYTES | {"use_regex": False}]
 
     digits = [{"type": "Digits", "individual_digits": True}, _BYTES]

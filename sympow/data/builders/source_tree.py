@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from sympow.data.debian_package import DAMAGE, MAGIC, package_archive
+from sympow.data.builders.debian_package import DAMAGE, MAGIC, package_archive
 from sympow.data.text import files_below
 
 _PACKAGED = re.compile(r"(\./)?usr/src/[^/]+\.tar\.(xz|gz|bz2)")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sympow.data.html_text import read_page
+from sympow.data.builders.html_text import read_page
 
 PAGE = b"""<!DOCTYPE html>
 <html lang="en"><head><title>Left out</title><link rel="next" href="two.html"><link rel="up" href="../index.html#top">

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import zarr
 
-from sympow.data import build_doc_corpus, doc_corpus, load_tokenizer
-from sympow.data.corpus_folder import HELD_OUT, read_entries
+from sympow.data import build_doc_corpus, load_tokenizer
+from sympow.data.builders import doc_corpus
+from sympow.data.builders.corpus_folder import read_entries
+from sympow.data.builders.sources import HELD_OUT
 from sympow.data.tokens import BPETokenizer
-from tests.data.killed import killed_builds
-from tests.data.trees import contents, write_deb
+from tests.data.builders.killed import killed_builds
+from tests.data.builders.trees import contents, write_deb
 
 ROW = 64
 OPTIONS = {"vocab_size": 300, "row_tokens": ROW}

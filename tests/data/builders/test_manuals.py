@@ -4,9 +4,9 @@ import gzip
 
 import pytest
 
-from sympow.data.html_text import Page
-from sympow.data.manuals import is_english, licences, read_manuals, reading_order
-from tests.data.trees import write_deb
+from sympow.data.builders.html_text import Page
+from sympow.data.builders.manuals import is_english, licences, read_manuals, reading_order
+from tests.data.builders.trees import write_deb
 
 PROSE = "This is the text of a page that one can read, and it is long enough to be kept. "
 GERMAN = "Dies ist der Text einer Seite, den man lesen kann, und er ist lang genug, um zu bleiben. "

@@ -25,9 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sympow.data.corpus_folder import ROW_TOKENS, VOCAB_SIZE, SourceDocument, choose_held_out, join_small, write_corpus
-from sympow.data.debian_package import fetch_package
-from sympow.data.manuals import Manuals, read_manuals
+from sympow.data.builders.corpus_folder import ROW_TOKENS, VOCAB_SIZE, write_corpus
+from sympow.data.builders.debian_package import fetch_package
+from sympow.data.builders.manuals import Manuals, read_manuals
+from sympow.data.builders.sources import SourceDocument, choose_held_out, join_small
 from sympow.data.tokens import Tokenizer
 from sympow.files import digest, write_text
 from sympow.progress import Progress

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from sympow.data.builders.corpus_folder import ROW_TOKENS, VOCAB_SIZE, write_corpus
+from sympow.data.builders.sources import HELD_OUT, SourceDocument
 from sympow.data.corpus import choose_held_out
-from sympow.data.corpus_folder import HELD_OUT, ROW_TOKENS, VOCAB_SIZE, SourceDocument, write_corpus
 from sympow.data.text import Document, cut_document, find_texts, measure_documents
 from sympow.data.tokens import Tokenizer
 from sympow.files import digest

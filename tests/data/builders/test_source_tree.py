@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from sympow.data.source_tree import read_files
-from tests.data.trees import source_tree, write_archive, write_folder, write_package
+from sympow.data.builders.source_tree import read_files
+from tests.data.builders.trees import source_tree, write_archive, write_folder, write_package
 
 FILES = source_tree()
 
