@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -386,8 +387,12 @@ def evaluate_runs(
                 splits = open_corpus(config, tokenizer=run.tokenizer)
             tell_remarks(splits)
             opened[str(config)] = splits.held_out
+        first, held_out = next(iter(opened.values())), opened[str(config)]
+        if held_out.fingerprint != first.fingerprint:
+            print(f"{label} is evaluated on other held-out documents than {curves[0].run}, so that their losses cannot "
+                  "be compared: --data gives all runs the same", file=sys.stderr)  # fmt: skip
         progress = None if quiet else f"evaluating {label}"
-        losses = context_losses(run.model, opened[str(config)], context, rows, progress=progress)
+        losses = context_losses(run.model, held_out, context, rows, progress=progress)
         curves.append(Curve(label, losses, run.config.training.context))
     return curves
 

@@ -154,6 +154,19 @@ def test_a_fraction_beside_a_path_of_held_out_documents_is_refused(folder, tmp_p
     assert main([*words, "training.steps=2"]) == 0
 
 
+def test_evaluate_says_that_runs_have_other_held_out_documents(folder, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("something else " * 60)
+    path = f"held_out_path={tmp_path}/other.txt"
+    words = ["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet", f"data.{path}"]
+    assert main([*words, "training.steps=2"]) == 0
+    runs = [str(folder / "power"), str(tmp_path / "run")]
+    capsys.readouterr()
+    assert main(["evaluate", *runs, "--context", "32"]) == 0
+    assert "run is evaluated on other held-out documents than power, so" in capsys.readouterr().err
+    assert main(["evaluate", *runs, "--context", "32", "--data", path]) == 0
+    assert "other held-out documents" not in capsys.readouterr().err
+
+
 def test_evaluate_on_other_data_and_by_default_beyond_the_trained_context(folder, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("other words than those " * 100)
     assert main(["evaluate", str(folder / "power"), "--data", f"held_out_path={tmp_path}/other.txt"]) == 0
