@@ -28,7 +28,7 @@ LOG = (OUT / "job.log").open("a", buffering=1)
 T_B, T_C = (128, 256) if TOY else (8192, 16384)
 N_B, N_C = (512, 512) if TOY else (8192, 16384)  # tokens of needle rows
 FINAL = float(os.environ.get("FINAL", 1 if TOY else 235))  # seconds for the measures
-SHARES = {"B": 0.55, "C": 0.45}  # of the time between A0 and the measures
+SHARES = {"B": 0.7, "C": 0.3}  # of the time between A0 and the measures
 LEAST = float(os.environ.get("LEAST", 0.0 if TOY else 110.0))  # seconds that are worth another phase
 GUESS = 60_000.0  # tokens a second where nothing was measured
 
@@ -354,14 +354,18 @@ def measure_all():
     text = ["--text", WORK / "heldout.txt"]
     single = ["--task", "single"]
     four, eight, sixteen, more = ("128 192 256 128".split() if TOY else "4096 8192 16384 32768".split())
+    # At 32,768 tokens first, with nothing beside but the other half of its texts' processor time: the rest has been asked.
+    wait_all([ask(f"passkeys-long-{name}", "passkey", last, [more], ten, limit),
+              ask(f"passkeys-sixteen-{name}", "passkey", last, [sixteen], ten, limit)])
+    limit = 900 if TOY else max(30.0, left() - 15)
+    wait_all([bench(f"bench-{name}", last, ["stages", "loss", "positions"], limit)])
+    limit = 900 if TOY else max(30.0, left() - 15)
     first = [
-        ask(f"passkeys-{name}", "passkey", last, [four, sixteen], ten, limit),
-        ask(f"passkeys-long-{name}", "passkey", last, [more, eight], ten, limit),
+        ask(f"passkeys-{name}", "passkey", last, [four, eight], ten, limit),
         ask(f"needles-words-{name}", "needles", last, [eight], ten, limit, *single, "--values", "words", *text),
-        bench(f"bench-{name}", last, ["stages", "loss", "passkey", "positions"], limit),
     ]
     if before != last:
-        first.append(bench(f"bench-{earlier}", before, ["stages", "loss", "passkey"], limit))
+        first.append(bench(f"bench-{earlier}", before, ["stages", "loss"], limit))
     wait_all(first)
     if left() < 25 and not TOY:
         return

@@ -2,7 +2,7 @@
 . /tmp/gpu/env.sh
 cp /tmp/gpu/job.sh /tmp/gpu/job.py /tmp/gpu/unpack.py /tmp/student/ && cd /tmp/student && python3 unpack.py /tmp/student/parts /tmp/student/data > $O/unpack.log 2>&1; tail -2 $O/unpack.log
 LEFT=$(( $1 - ($(date +%s) - $(cat /tmp/began)) ))
-cd /tmp; export WINDOW=1024 FINAL=235
+cd /tmp; export WINDOW=1024 FINAL=300
 D=window,delta G=window,gated
 export PATTERN=$G,$G,$D,$D,$D,$D,$G,$D,$G,$G,$D,$D,$D,$D,$D
 WORK=/tmp/student/work TRITON_CACHE_DIR=/tmp/tcache_student TORCHINDUCTOR_CACHE_DIR=/tmp/icache_student PYTHONPATH=/tmp/pkgs \
