@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.common.code_hash import code_hash, is_present, part_of
+from benchmarks.common.code_hash import Part, code_hash, is_present, part_of
 from benchmarks.common.measure import known, read, refuses, write
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -155,17 +155,16 @@ def _spread(rule: Rule, rows: Sequence[dict[str, Any]], row: dict[str, Any], col
     return round(2 * max(found.get(str(key_of(rule, row | {"seed": None}, row)), 0.0), median(found.values())), 5)
 
 
-def confirmed(table: Path, name: str, part: str) -> int:
-    """Returns how many rows of a file were repeated with the present code of a part, by name; 0 if a value of one does
-    not agree."""
-    lines = [line for line in known(table) if line["file"] == name and _repeats(line, part)]
-    return len({str(line["key"]) for line in lines}) if all(line["agrees"] for line in lines) else 0
+def confirmed(table: Path, name: str, parts: Collection[Part]) -> int:
+    """Returns how many rows of a file were repeated with the present code.
 
-
-def _repeats(line: dict[str, Any], part: str) -> bool:
-    """Returns whether a line of the record is of the present code of a part."""
-    own = part_of(line["file"], line)
-    return own.name == part and is_present(own, line["commit"], line["code"])
+    Returns 0 if a value of one does not agree, and if a part is not repeated: by no row that runs as much of it.
+    """
+    lines = [line for line in known(table) if line["file"] == name]
+    lines = [line for line in lines if is_present(part_of(name, line), line["commit"], line["code"])]
+    repeated = {part_of(name, line) for line in lines}
+    whole = all(any(own.name == part.name and {*own.not_run} <= {*part.not_run} for own in repeated) for part in parts)
+    return len({str(line["key"]) for line in lines}) if whole and all(line["agrees"] for line in lines) else 0
 
 
 @refuses

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common.code_hash import is_present, part_of
+from benchmarks.common.code_hash import Part, is_present, part_of
 from benchmarks.common.measure import known, read
 from benchmarks.pages import context_tables
 from benchmarks.pages.learning_tables import learning_table
@@ -141,7 +141,7 @@ def delta_steps_table(rows: list[dict]) -> str:
     for row in rows:
         cells = [*(row[name] for name in ("p", "K", "V", "B", "H", "G")), f"{row['us']:,.1f}"]
         lines.append([*cells, f"{row['plain_us']:,.0f}", f"{row['pass_us']:,.1f}", f"{row['share_of_pass']:.0%}"])
-    heading = "p | K | V | B | H | G | us a token | plain torch, us | a pass over the state, us | pass, of a step"
+    heading = "p | K | V | B | H | G | us a token | plain torch, us | one pass over the state, us | time of a pass, of a step's"
     return titled(heading, lines, rows, f"gated, {rows[0]['dtype']}, state float32, as CUDA graphs", left=())
 
 
@@ -407,8 +407,8 @@ def stale(path: Path) -> list[str]:
     return [] if repetitions(path) else sorted(set().union(*earlier(path).values()))
 
 
-def earlier(path: Path) -> dict[str, set[str]]:
-    """Returns the commits of rows whose code has changed since the measurement, by the name of the part of the code.
+def earlier(path: Path) -> dict[Part, set[str]]:
+    """Returns the commits of rows whose code has changed since the measurement, by the part of the code.
 
     What a row does not run may change. Rows of a commit that git does not know are stale, unless they contain the hash
     of the present code. Rows that name neither a commit nor a hash are left out.
@@ -419,19 +419,18 @@ def earlier(path: Path) -> dict[str, set[str]]:
         for row in known(path)
         if row.get("commit") or row.get("code")
     }
-    found: dict[str, set[str]] = {}
+    found: dict[Part, set[str]] = {}
     for part, commit, code in sorted(runs, key=str):
         if not is_present(part, commit, code):
-            found.setdefault(part.name, set()).add(commit)
+            found.setdefault(part, set()).add(commit)
     return found
 
 
 def repetitions(path: Path) -> int:
     """Returns how many rows of a file of earlier code were repeated with the present code; 0 if that does not confirm
     the file."""
-    name = path.relative_to(RESULTS).as_posix()
-    counts = [confirmed(RESULTS / REPEATED, name, part) for part in earlier(path)]
-    return sum(counts) if all(counts) else 0
+    parts = earlier(path)
+    return confirmed(RESULTS / REPEATED, path.relative_to(RESULTS).as_posix(), parts) if parts else 0
 
 
 def print_stale() -> int:

@@ -32,7 +32,7 @@ GIVEN = {
     "my_recipe.py": "tiny.py", "my_sweep.py": "my_sweep.py",
     "manual.txt": "corpus/0.txt", "long.txt": "corpus/0.txt", "module.py": "corpus/0.txt",
     "TEXTS": "corpus", "CODE": "corpus", "rows": "rows", "rows.jsonl.gz": "rows/a.jsonl.gz",
-    "train.bin": "tokens.bin", "val.bin": "tokens.bin",
+    "train.bin": "tokens.bin", "val.bin": "held_out.bin",
     "linux": "linux", "debs": "debs", "manuals": "kernel", "kernel": "kernel",
     "hf/power": "softmax", "teacher": "teacher", "smollm2": "teacher", "swapped": "swapped", "hybrid": "swapped",
     "swapped-delta": "swapped", "student": "swapped",
@@ -51,6 +51,7 @@ def world(tmp_path_factory):
         rows = [json.dumps({"text": text, "content": text}) + "\n" for text in documents]
         write_folder(folder / "rows", {"a.jsonl.gz": gzip.compress("".join(rows).encode())})
         np.arange(4000, dtype="<u2").tofile(folder / "tokens.bin")
+        np.arange(4000, 6000, dtype="<u2").tofile(folder / "held_out.bin")
         patch.setattr("sympow.data.builders.corpus_folder.ROW_TOKENS", 64)
         build_kernel_corpus(folder / "kernel", folder / "linux", vocab_size=300, row_tokens=64, progress=False)
         tokenizer = (folder / "kernel" / "tokenizer.json").read_text("utf-8")

@@ -22,10 +22,12 @@ ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 # Modules that the modules of a part import for other devices, or for graphs of plain torch. Its calls do not run them.
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.reference")}
 
-
-# Modules of kernels that only the delta rule runs, and those that only single steps run.
-OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.delta_step")
+# Modules that only the delta rule runs, and those that only single steps run.
+OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.delta_step", "sympow.ops.delta_rule",
+                 "sympow.ops.delta_solve", "sympow.ops.delta_types", "sympow.ops.delta_reference",
+                 "sympow.ops.eager_operators")  # fmt: skip
 OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
+ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
 NO_STEPS = ("learning.csv", "block_search.csv", "context_scaling/*", "ar_hits/*", "mqar_*", "training_*", "ops_*",
             "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
@@ -101,7 +103,8 @@ def run_hash(part: Part, commit: str | None = None) -> str | None:
 
 def hash_of_run(part: Part, files: Mapping[str, str]) -> str:
     """Returns what `run_hash` returns for a checkout of `files`. The underscores before names do not count."""
-    lines = (_names_and_code(files[path])[1] for path in _modules(part.name, files, part.not_run))
+    also = () if part.name != KERNELS else ENTRANCES
+    lines = (_names_and_code(files[path])[1] for path in _modules(part.name, files, part.not_run, also))
     return hashlib.sha256(re.sub(r"\b_+(?=[a-z])", "", "\n".join(lines)).encode()).hexdigest()
 
 
@@ -112,9 +115,10 @@ def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
     return hashlib.sha256(code.encode()).hexdigest()[:12] if modules else None
 
 
-def _modules(part: str, files: Mapping[str, str], not_run: Sequence[str] = ()) -> list[str]:
-    """Returns the paths of the modules of `part`, and of all modules that they import and may run, in order."""
-    own = [name.replace(".", "/") for name in (part, *ALSO.get(part, ()))]
+def _modules(part: str, files: Mapping[str, str], not_run: Sequence[str] = (), also: Sequence[str] = ()) -> list[str]:
+    """Returns the paths of the modules of `part`, of those in `also`, and of all that they import and may run, in
+    order."""
+    own = [name.replace(".", "/") for name in (part, *ALSO.get(part, ()), *also)]
     left_out = {f"{name.replace('.', '/')}.py" for name in (*NOT_RUN.get(part, ()), *not_run)}
     found, waiting = set(), [path for path in files for at in own if path == at + ".py" or path.startswith(at + "/")]
     while waiting:

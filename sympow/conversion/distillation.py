@@ -20,6 +20,7 @@ from sympow.layers.window import WindowAttention
 from sympow.models import LanguageModel
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load, load_model, run
 from sympow.training.ranks import TokenRows
+from sympow.training.run_folder import folder_of
 from sympow.training.runs import Lesson, saved_tokenizer
 
 NARROW = 64  # tokens of a window in the steps that `DistillationConfig.window_dropout` chooses
@@ -188,7 +189,7 @@ def _open_lesson(run: RunConfig, config: DistillationConfig, device: torch.devic
 
     Raises the errors of `load_model` and `load_pretrained`, and ValueError for a teacher with other tokens.
     """
-    start, own = load_model(config.start).model.state_dict(), saved_tokenizer(Path(config.start))
+    start, own = load_model(config.start).model.state_dict(), saved_tokenizer(folder_of(config.start))
     teacher, tokenizer = _teacher_and_tokenizer(config.teacher)
     if own is not None and tokenizer is not None and list(own.token_bytes) != list(tokenizer.token_bytes):
         raise ValueError(f"{config.teacher} and {config.start} differ in their tokenizers; a teacher needs the same")

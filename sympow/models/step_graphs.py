@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,21 +83,26 @@ class StepGraphs:
         return _Graph(graph.replay, tokens, logits)
 
 
+_CAPTURE = threading.Lock()
+
+
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Captures what the block launches as a graph, with the options of `torch.cuda.graph`.
 
-    A graph that Python's garbage collector frees would end the capture with an error. So it runs before, not meanwhile.
+    A graph that Python's garbage collector frees would end the capture with an error. So the collector runs before, and
+    not meanwhile, and one thread captures at a time.
     """
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, **options):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+    with _CAPTURE:
+        gc.collect()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, **options):
+                yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def rounded(rows: int) -> int:

@@ -202,7 +202,7 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
         )
     if splits.tokenizer is not None and save:
         splits.tokenizer.save(folder / TOKENIZER)
-        named = config.data.tokenizer if config.distillation is None else config.distillation.start
+        named = config.data.tokenizer if config.distillation is None else str(folder_of(config.distillation.start))
         if config.start is not None:
             named = str(folder_of(config.start))
         if named not in ("bpe", "bytes", "none"):

@@ -121,6 +121,13 @@ def test_each_part_of_the_code_needs_a_repetition(repeated, monkeypatch):
     assert repeated("learning.csv", old, new(LOSS, seed=1, processor="CPU", code="555555555555")) == (0, [])
 
 
+def test_power_attention_does_not_confirm_the_delta_rule(repeated):
+    """Whose rows run more. They confirm power attention."""
+    delta = LOSS | {"variant": "power_delta", "seed": 1}
+    assert repeated("learning.csv", [LOSS, LOSS | {"seed": 2}, delta], new(LOSS)) == (0, ["a"])
+    assert repeated("learning.csv", [LOSS, LOSS | {"seed": 2}, delta], new(delta)) == (0, [])
+
+
 def test_rules_name_each_committed_row_once():
     """And every file whose rows name a commit has a rule. Two cases of block_search.csv were measured twice."""
     for path in repeat.RESULTS.rglob("*.csv"):

@@ -436,9 +436,15 @@ def to_distill(folders, teacher="teacher", **data):
     return dataclasses.replace(run, training=training, distillation=stages, data=data)
 
 
-def test_a_teacher_of_other_tokens_is_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match=r"stranger and .*student differ in their tokenizers; a teacher needs"):
-        distill(to_distill(folders, "stranger"), tmp_path, quiet=True)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_teacher_of_other_tokens_is_refused(folders, tmp_path, checkpoint):
+    """Also where the start is a checkpoint in a run folder."""
+    run = to_distill(folders, "stranger")
+    if checkpoint:
+        (start,) = (folders / "student" / "checkpoints").glob("step-*")
+        run = dataclasses.replace(run, distillation=dataclasses.replace(run.distillation, start=str(start)))
+    with pytest.raises(ValueError, match=r"stranger and .*student.* differ in their tokenizers; a teacher needs"):
+        distill(run, tmp_path, quiet=True)
 
 
 @pytest.mark.parametrize("name", ["student", "teacher"])

@@ -1,8 +1,8 @@
 """A step of the delta rule: one kernel reads a state, corrects it by a new token, and writes it, (M19) and (M20).
 
 The correction u = beta (v - gamma S^T phi(k)) needs all rows of the state before any row can be written. But a column
-of u needs only the same column of the state. So a program has a few columns of one head. It keeps as many of their rows
-as its registers hold. The other rows are read twice, the second time from the L2 cache if they are still there.
+of u needs only the same column of the state. So a program has a few columns of one head, and keeps rows of them in its
+registers. The other rows are read twice, the second time from the L2 cache if they are still there.
 """
 
 from functools import lru_cache
@@ -139,7 +139,8 @@ def _plan(pairs: int, dim: int, value_dim: int, rows: int, device: torch.device)
     """Returns the sizes of a launch for `pairs` of sequences and key/value heads, D, V and R.
 
     A program has as many columns as it can keep. With few pairs it has fewer, so that every SM has a program, but no
-    less than one read of the L2 cache brings.
+    less than one read of the L2 cache brings. Where most of a large state is read twice and there are many pairs,
+    it has many columns and keeps few rows.
     """
     limits = _INTERPRETER if knobs.runtime.interpret else _HOPPER
     few = processors(device)
