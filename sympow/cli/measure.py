@@ -377,7 +377,7 @@ def evaluate_runs(
     from sympow.training.runs import OPENING, tell_remarks
 
     opened: dict[str, Corpus] = {}
-    curves = []
+    curves: list[Curve] = []
     for label, run in runs.items():
         config = override(run.config.data, data)
         check_held_out(config, data)
