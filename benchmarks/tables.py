@@ -142,7 +142,7 @@ def delta_steps_table(rows: list[dict]) -> str:
         cells = [*(row[name] for name in ("p", "K", "V", "B", "H", "G")), f"{row['us']:,.1f}"]
         lines.append([*cells, f"{row['plain_us']:,.0f}", f"{row['pass_us']:,.1f}", f"{row['share_of_pass']:.0%}"])
     heading = "p | K | V | B | H | G | us a token | plain torch, us"
-    heading += " | one pass over the state, us | time of a pass, of a step's"
+    heading += " | one pass over the state, us | share of a step that a pass takes"
     return titled(heading, lines, rows, f"gated, {rows[0]['dtype']}, state float32, as CUDA graphs", left=())
 
 

@@ -260,11 +260,12 @@ def run_needles(options: argparse.Namespace) -> int | None:
     from sympow.evaluation.passkey import FILLER
 
     check_table(options.csv, NeedleRow._fields)
-    for name, task in (("keys", "multikey"), ("hops", "tracing")):
-        if getattr(options, name) and task not in options.task:
-            raise ValueError(f"--{name} is of the task {task}; got --task {' '.join(options.task)}")
     made = {name: getattr(options, name) for name in ("values", "texts", "seed", "quiet")}
-    made |= {"keys": options.keys or 4, "hops": options.hops or 4}
+    for name, task in (("keys", "multikey"), ("hops", "tracing")):
+        given = getattr(options, name)
+        if given is not None and task not in options.task:
+            raise ValueError(f"--{name} is of the task {task}; got --task {' '.join(options.task)}")
+        made |= {} if given is None else {name: given}
     try:
         text = FILLER if options.text is None else Path(options.text).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

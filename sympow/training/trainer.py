@@ -374,7 +374,10 @@ def _restore(
         try:
             held_out.check_state(checkpoint.data["held_out"])
         except ValueError as error:
-            raise ValueError(f"held-out documents: {error}") from None
+            raise ValueError(
+                f"held-out documents: {error}; give the earlier ones, remove the run (--restart), or give another "
+                "folder (--out)"
+            ) from None
     position = checkpoint.step * config.training.passes_per_step
     if checkpoint.data.get("position") != position:
         raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")

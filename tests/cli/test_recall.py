@@ -97,6 +97,7 @@ def test_text_is_needed_before_anything_is_measured(folder, tmp_path, capsys, mo
     assert "examples need the text of tokens" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of a mean of nothing
 def test_recall_probe_of_one_length(folder, capsys):
     words = ["--pairs", "4", "16", "--queries", "16", "--length", "128", "--filler", "zero"]
     assert main(["recall-probe", f"{folder}/power", *words]) == 0
