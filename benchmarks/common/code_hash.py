@@ -29,8 +29,8 @@ OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.del
 OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
 ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
-NO_STEPS = ("learning.csv", "block_search.csv", "context_scaling/*", "ar_hits/*", "mqar_*", "training_*", "ops_*",
-            "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
+NO_STEPS = ("learning.csv", "block_search.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*",
+            "training_*", "ops_*", "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
 
 
 class Part(NamedTuple):

@@ -35,9 +35,9 @@ def _depths(rows: Sequence[Row]) -> list[PasskeyRow]:
 
 
 def _gap(rows: Sequence[Row]) -> Figure:
-    """Draws the held-out gap against the tokens read, up to the stage on text, with a curve for each student."""
+    """Draws the held-out gap against the tokens read in phase A, with a curve for each student."""
     figure, axis = _panel()
-    stages = [row for row in rows if row["kind"] == "stage" and row["stage"] < 3]
+    stages = [row for row in rows if row["kind"] == "stage" and row["run"].endswith("-A")]
     for name, style in _styles(rows).items():
         own = [row for row in stages if _student(row) == name]
         axis.plot([row["tokens"] / 1e6 for row in own], [row["gap"] for row in own], label=name, **style)
@@ -74,7 +74,7 @@ def _positions(rows: Sequence[Row]) -> Figure:
         axis.legend()
     figure.supxlabel("position in the row, up to")
     figure.supylabel("held-out loss, nats a token")
-    figure.suptitle("Loss by position after phase B, one run each")
+    figure.suptitle("Loss by position, one run each")
     return figure
 
 
