@@ -138,7 +138,7 @@ def _closed(least: list[float], most: list[float], own: list[float]) -> str:
     shares = [(low - loss) / (low - high) for low, high, loss in zip(least, most, own, strict=True)]
     whole = (mean(least) - mean(own)) / (mean(least) - mean(most))
     said, low, high = (f"{round(100 * share)}%" for share in (whole, min(shares), max(shares)))
-    return f"{mean(own):.3f} ({said} [{low}, {high}])"
+    return f"{mean(own):.3f} ({said} [{low}, {high}])" if len(own) > 1 else f"{mean(own):.3f} ({said})"
 
 
 def closed_table(tables: Tables) -> str:
@@ -308,7 +308,8 @@ def _of_runs(tables: Tables) -> str:
     """Returns the tokens of training and the number of seeds of the models."""
     rows = at_best_rates(tables)["run"]
     tokens = sorted({f"{row['tokens'] / 1e6:.0f}M" for row in rows})
-    return f"{', '.join(tokens)} tokens of training, {len({row['seed'] for row in rows})} seeds"
+    seeds = len({row["seed"] for row in rows})
+    return f"{', '.join(tokens)} tokens of training, {'one run each' if seeds == 1 else f'{seeds} seeds'}"
 
 
 def _behind(tables: Tables) -> list[str]:
