@@ -158,9 +158,16 @@ def _spread(rule: Rule, rows: Sequence[dict[str, Any]], row: dict[str, Any], col
 def confirmed(table: Path, name: str, parts: Collection[Part]) -> int:
     """Returns how many rows of a file were repeated with the present code.
 
-    Returns 0 if a value of one does not agree, and if a part is not repeated: by no row that runs as much of it.
+    Returns 0 if a value of one does not agree, and if a part is not repeated: by no row that runs as much of it. The
+    repetition of a row that is not in the file any more, because another measurement took its place, does not count.
     """
     lines = [line for line in known(table) if line["file"] == name]
+    if not lines:
+        return 0
+    rule = rule_of(name)
+    there = {(str(key_of(rule, row, row)), column, row.get(column)) for row in read(table.parent / name)
+             for column in rule.values}  # fmt: skip
+    lines = [line for line in lines if (str(line["key"]), line["column"], line["before"]) in there]
     lines = [line for line in lines if is_present(part_of(name, line), line["commit"], line["code"])]
     repeated = {part_of(name, line) for line in lines}
     whole = all(any(own.name == part.name and {*own.not_run} <= {*part.not_run} for own in repeated) for part in parts)

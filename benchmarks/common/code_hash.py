@@ -26,6 +26,7 @@ NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.re
 OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.delta_step", "sympow.ops.delta_rule",
                  "sympow.ops.delta_solve", "sympow.ops.delta_types", "sympow.ops.delta_reference",
                  "sympow.ops.eager_operators")  # fmt: skip
+OTHER_DELTA_RULE = "gated[ _-]delta[_-]?net"  # names of the mixer with the kernels of flash-linear-attention
 OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
 ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
@@ -46,14 +47,15 @@ def part_of(name: str, row: Mapping[str, Any]) -> Part:
     Args:
         name: of the file of results, with its folders.
         row: names the processor in a column; without one, the file's name tells the device. A row runs the kernels of
-            the delta rule if its texts, or the file's name, name it.
+            the delta rule if its texts, or the file's name, name it and not that of another package.
     """
     processor, path = row.get("processor"), Path(name)
     on_cpu = not processor.startswith("NVIDIA") if processor else path.stem.endswith("_cpu")
     if on_cpu:
         return Part(PARTS["cpu"])
     not_run: set[str] = set()
-    if not any("delta" in str(text).lower() for text in (name, *row.values())):
+    texts = " ".join(map(str, (name, *row.values()))).lower()
+    if "delta" not in re.sub(OTHER_DELTA_RULE, "", texts):
         not_run.update(OF_DELTA_RULE)
     if any(fnmatch(name, pattern) for pattern in NO_STEPS):
         not_run.update(OF_STEPS)

@@ -67,6 +67,7 @@ PAPERS = {
 }
 
 SIZES = {None: "", "tiny": ", tiny", "small": ", 85M block"}  # of the shape, behind the label
+ALONE = ("power_delta", "power", "softmax_gate", "window")  # mixers of all layers whose options were searched
 
 
 def learning_table(rows: Sequence[Row]) -> str:
@@ -134,7 +135,7 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 def search_table(rows: Sequence[Row]) -> str:
-    """Returns a row for each option that was tried on the delta rule, or on p = 2: its loss, less that without it."""
+    """Returns a row for each option that was tried on a mixer alone: its loss, less that without it."""
     rows = [row for row in rows if row["status"] == "done" and not row["size"] and row["optimizer"] == "muon"]
     setting = ("context", "tokens", "learning_rate", "seed")
     base = {key: own["held_out_loss"] for key, (own, *_) in group(rows, "variant", *setting).items()}
@@ -142,7 +143,7 @@ def search_table(rows: Sequence[Row]) -> str:
     for row in rows:
         without, _, change = row["variant"].partition("+")
         key = (without, *(row[name] for name in setting))
-        if without in ("power_delta", "power") and change and key in base:
+        if change and key in base and without in ALONE:
             cells = [without, change, f"{row['context']:,}", f"{row['tokens'] / 1e6:.0f}M", f"{row['learning_rate']:g}"]
             loss = row["held_out_loss"]
             lines.append([*cells, row["seed"], f"{loss:.3f}", f"{loss - base[key]:+.3f}"])

@@ -127,10 +127,10 @@ def convolutions() -> Sweep:
 
 
 def equal_state() -> Sweep:
-    """Models with about 64, 128 and 256 KiB of state, and the number of pairs that they recall; minutes on an H200.
+    """Models with about 64, 128 and 256 KiB of state, and the number of pairs that they recall; an hour of an H200.
 
     Trained on a mixture of 16 and 64 pairs, tested on six numbers of pairs. Width 128, two layers, two learning rates,
-    one seed.
+    three seeds.
     """
     return Sweep("mqar-equal-state", _equal_state_runs([model for kib in (64, 128, 256) for model in _of_state(kib)]))
 
@@ -346,7 +346,7 @@ def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:
     tests = tuple(RecallTask(length=256, pairs=d) for d in (8, 16, 24, 32, 48, 64))
     base = RecallConfig(models[0], width=128, train=(tests[1], tests[-1]), test=tests, batch_size=128, epochs=3,
                         stop_at=0.999, precision="bf16")  # fmt: skip
-    return grid(base, learning_rates=(2e-3, 6e-3), architectures=models)
+    return grid(base, learning_rates=(2e-3, 6e-3), architectures=models, seeds=(0, 1, 2))
 
 
 def _of_state(kib: int) -> list[Architecture]:

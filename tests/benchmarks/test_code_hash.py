@@ -67,8 +67,10 @@ POWER, DELTA = {"variant": "power"}, {"variant": "heads_delta"}
         ("learning.csv", DELTA, {"adapt", "output", "delta", "delta_solve", "power"}),
         ("decoding_h200.csv", POWER, {"adapt", "output", "decode", "power"}),
         ("delta_steps_gpu.csv", {}, {"adapt", "output", "delta", "delta_solve", "decode", "delta_step", "power"}),
-        ("new.csv", POWER | {"mixers": "Gated DeltaNet"},
+        ("new.csv", POWER | {"mixers": "power_delta"},
          {"adapt", "output", "delta", "delta_solve", "decode", "delta_step", "power"}),
+        ("new.csv", {"run": "gated-deltanet-n256", "label": "Gated DeltaNet", "mixers": "gated_delta_net {}"},
+         {"adapt", "output", "decode", "power"}),
     ],
 )  # fmt: skip
 def test_what_a_row_runs(name, row, run):

@@ -128,6 +128,14 @@ def test_power_attention_does_not_confirm_the_delta_rule(repeated):
     assert repeated("learning.csv", [LOSS, LOSS | {"seed": 2}, delta], new(delta)) == (0, [])
 
 
+def test_a_row_that_took_the_place_of_one_that_does_not_agree(repeated):
+    other = SPEED | {"T": 4096}
+    slower = new(SPEED, ms=2.0)
+    assert repeated("ops_h200.csv", [SPEED, other], slower) == (1, ["a"])
+    assert repeated("ops_h200.csv", [SPEED, other], new(other)) == (0, ["a"])
+    assert repeated("ops_h200.csv", [slower, other], new(other)) == (0, [])
+
+
 def test_rules_name_each_committed_row_once():
     """And every file whose rows name a commit has a rule. Two cases of block_search.csv were measured twice."""
     for path in repeat.RESULTS.rglob("*.csv"):
