@@ -177,7 +177,7 @@ def test_random_gates(impls, dtype, part):
     if impls == KERNELS:
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 40
+    count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 24
     first = 1_000_000 * CALLS.index((impls, dtype)) + part * PART
     for seed in range(first, first + count):
         options = first if CASES else seed
@@ -271,7 +271,7 @@ def test_random_gates_of_steps(impls, dtype, part):
     if impls == KERNELS:
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 20
+    count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 12
     first = 20_000_000 + 1_000_000 * CALLS.index((impls, dtype)) + part * PART
     for seed in range(first, first + count):
         size = (16, 4) if interpreted else (60, 8) if CASES else (30, 8)
