@@ -30,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     interpreter.multiply_in_tf32()
 LONG = ("test_ranks.py", "test_documents.py", "test_resume.py", "test_shell_blocks.py", "test_serving.py",
         "test_context_parallel.py", "test_sweep.py", "test_release.py", "test_compile.py")  # fmt: skip
-settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
+settings.register_profile("sympow", derandomize=True, deadline=None, database=None, max_examples=40)
 settings.load_profile("sympow")
 
 

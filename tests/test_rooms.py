@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def module_of(name: str) -> str:
 MODULES = {module_of(name): name for name in FILES}
 
 
+@cache
 def imported(name: str) -> set[str]:
     """The modules of the package that a file imports anywhere, also in a function or from an `__init__`."""
     tree, found = ast.parse(FILES[name]), set()

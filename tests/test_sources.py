@@ -1,6 +1,7 @@
 """The page of the four papers: a row for every number, and every file, recipe and study that it names exists."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_a_row_says_where_and_what_became_of_it(row):
     assert "recipe ready" not in state or re.search(r"`(hybrids|longcrawl64|mqar|scaling):\w+`", here)
 
 
+sweep = cache(load_sweep)  # several rows name the same one
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_files_recipes_and_studies_exist(row):
     _, _, here, state = row
@@ -60,7 +64,7 @@ def test_files_recipes_and_studies_exist(row):
         if "/" in name:
             assert (ROOT / name).is_file(), name
         elif name.startswith("mqar:"):
-            assert load_sweep(name).runs
+            assert sweep(name).runs
         elif ":" in name:
             assert load_recipe(name).model
     for named in re.findall(r"stud(?:y|ies) ((?:`\w+`(?:, | and )?)+)", f"{here} {state}"):

@@ -297,7 +297,7 @@ def test_the_kinds_of_layers_and_two_windows_are_few_graphs():
     torch.compiler.reset()
     counters.clear()
     for each in (model, objective.reference):
-        each.compile_parts(backend="aot_eager", fullgraph=True)
+        each.compile_parts(backend="eager", fullgraph=True)
     for step in (*steps, *steps):
         assert_close(losses(step), expected[steps.index(step)], rtol=1e-4, atol=1e-4)
     # Blocks of four kinds, a narrow one, a norm and the divergence; the teacher's block and norm.

@@ -9,7 +9,7 @@ from tests.layers.contract import CASES, make
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_mixers_here_keep_the_contract(case):
-    check_contract(make(case), tokens=21)
+    check_contract(make(case), tokens=13)
 
 
 class LooksAhead(SoftmaxAttention):

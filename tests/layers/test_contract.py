@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sympow.layers import MIXERS, AttentionMixer, Mixer, power
 from sympow.layers.state_file import serialize
@@ -154,18 +152,17 @@ def test_steps_are_the_sequence(case):
     x = sequence()
     y = run(mixer, x)
     with torch.no_grad():
-        for lengths in ([1] * T, [20] + [1] * 17, [1, 36], [T]):
+        for lengths in ([1] * T, [20, 1, 1, 15], [1, 36], [T]):
             torch.testing.assert_close(in_steps(mixer, x, lengths), y, **TIGHT)
 
 
 @pytest.mark.parametrize("case", STEPPED)
-@settings(max_examples=6)
-@given(cuts=st.lists(st.integers(1, 15), min_size=1, max_size=8), batch=st.integers(1, 3))
-def test_any_cut_is_the_sequence(case, cuts, batch):
+def test_any_cut_is_the_sequence(case):
     mixer = make(case)
-    x = sequence(batch, sum(cuts))
-    with torch.no_grad():
-        torch.testing.assert_close(in_steps(mixer, x, cuts), run(mixer, x), **TIGHT)
+    for cuts, batch in (([7, 1, 12, 2, 3, 9, 15, 4], 3), ([2, 14, 8, 1, 1, 5], 1)):
+        x = sequence(batch, sum(cuts))
+        with torch.no_grad():
+            torch.testing.assert_close(in_steps(mixer, x, cuts), run(mixer, x), **TIGHT)
 
 
 @torch.no_grad()
@@ -179,15 +176,14 @@ def contents(state) -> dict[str, torch.Tensor]:
     return serialize(state).tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", STEPPED)
 @torch.no_grad()
-def test_tokens_that_are_taken_back_leave_no_trace(case, dtype):
+def test_tokens_that_are_taken_back_leave_no_trace(case):
     """The state is exactly that of other tokens behind those that are kept, and exactly that before if none is.
 
     How many tokens were read before and how many are kept are independent: each number occurs, not each pair.
     """
-    mixer, x, other = make(case).to(dtype), sequence().to(dtype), sequence(seed=2).to(dtype)
+    mixer, x, other = make(case).float(), sequence().float(), sequence(seed=2).float()
     for read, numbers in ((20, (0, 4, 9)), (0, (0, 1))):
         state = mixer.init_state(2)
         if read:
@@ -254,16 +250,17 @@ def test_packed_documents_are_each_alone(case):
 def test_state_is_as_large_as_it_says(case):
     mixer = make(case)
     batch = 2
-    for lengths in ([], [1] * 20, [18, 1, 1], [300], [300, 21]):
-        state = mixer.init_state(batch)
-        x = sequence(batch, max(1, sum(lengths)))
-        for piece in x.split(lengths, dim=1) if lengths else ():
-            _, state = mixer.step(piece, state, **mixer.extras(tokens_of(piece)))
-        tensors = list(state.tensors())
-        assert sum(tensor.numel() for tensor in tensors) == batch * mixer.state_size(sum(lengths))
-        # What counts is what is kept alive: a view keeps all of what it views.
-        storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
-        assert state.nbytes == sum(storages.values())
+    for lengths in ([0, *[1] * 20], [18, 1, 1], [300, 21]):
+        state, read = mixer.init_state(batch), 0
+        for piece in sequence(batch, sum(lengths)).split(lengths, dim=1):
+            if piece.shape[1]:
+                _, state = mixer.step(piece, state, **mixer.extras(tokens_of(piece)))
+            read += piece.shape[1]
+            tensors = list(state.tensors())
+            assert sum(tensor.numel() for tensor in tensors) == batch * mixer.state_size(read)
+            # What counts is what is kept alive: a view keeps all of what it views.
+            storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
+            assert state.nbytes == sum(storages.values())
 
 
 @pytest.mark.parametrize("case", STEPPED)

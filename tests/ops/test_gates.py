@@ -137,6 +137,8 @@ def drawn(
     if wide:
         width = draw.choice({1: (16, 64), 2: (16, 32, 64, 128), 3: (16, 32, 48), 4: (16,)}[p])
         case = replace(case, K=width, V=width, state=case.state and width != 48, return_state=width != 48)
+    if p > 2 and highest < 4:  # the interpreter takes seconds for the many rows of a state
+        case = replace(case, B=1, H=1, G=1)
     inputs = make_inputs(case, seed, dtype)
     gates = hard_gates((case.B, case.T, case.G), seed).to(DEVICE, inputs["log_g"].dtype)
     inputs["log_g"] = gates.requires_grad_()
@@ -175,12 +177,12 @@ def test_random_gates(impls, dtype, part):
     if impls == KERNELS:
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 40
+    count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 24
     first = 1_000_000 * CALLS.index((impls, dtype)) + part * PART
     for seed in range(first, first + count):
         options = first if CASES else seed
         wide = impls == KERNELS and not interpreted and (options // PART if CASES else options) % 4 > 0
-        size = (40, 4) if interpreted else (700, 8) if wide else (150, 8)
+        size = (40, 4) if interpreted else (700, 8) if wide else (150, 8) if CASES else (80, 8)
         case, inputs, chunk = drawn(seed, options, DTYPES[dtype], *size, wide, 3 if interpreted else 4)
         want = expected(case, inputs)
         for impl in impls:
@@ -269,10 +271,11 @@ def test_random_gates_of_steps(impls, dtype, part):
     if impls == KERNELS:
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 20
+    count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 12
     first = 20_000_000 + 1_000_000 * CALLS.index((impls, dtype)) + part * PART
     for seed in range(first, first + count):
-        case, inputs, _ = drawn(seed, first if CASES else seed, DTYPES[dtype], *((16, 4) if interpreted else (60, 8)))
+        size = (16, 4) if interpreted else (60, 8) if CASES else (30, 8)
+        case, inputs, _ = drawn(seed, first if CASES else seed, DTYPES[dtype], *size)
         if case.ends is not None:
             case = replace(case, ends=None)
             inputs |= {n: None if inputs[n] is None else inputs[n][:1].detach() for n in ("s", "z")}

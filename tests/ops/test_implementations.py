@@ -1,6 +1,7 @@
 """Every implementation of power_attention and power_attention_step against the reference in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ IMPLEMENTATIONS = ["eager", "auto"]
 def test_float64(impl, name, chunk_size):
     """In float64 "auto" is "eager" whatever the chunk size, so two of them are enough."""
     case = CASES[name]
+    if chunk_size == 1 and not case.ends:  # twenty chunks are as good as three hundred
+        case = replace(case, T=min(case.T, 20))
     expected = run(case, make_inputs(case), "reference")
     assert_equal_float64(run(case, make_inputs(case), impl, chunk_size), expected)
 

@@ -89,7 +89,8 @@ def test_a_compiled_call():
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_the_reference_has_them(chunk_size):
     call = partial(power_attention, impl="reference", chunk_size=chunk_size)
-    assert torch.autograd.gradgradcheck(lambda *x: call(*x).out, inputs())
+    few = [x.detach()[:, :6, :1].requires_grad_() for x in inputs()]  # the check moves every number of them
+    assert torch.autograd.gradgradcheck(lambda *x: call(*x).out, few)
 
 
 def test_the_reference_has_those_of_positions():

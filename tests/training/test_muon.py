@@ -422,7 +422,7 @@ def test_wrong_fields_are_refused(fields, message):
 def test_compiled_blocks_train_alike(tmp_path, make_wide, monkeypatch):
     config, batches = make_wide(steps=3)
     real = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, backend="eager"))
     fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
     for each, name in ((config, "run"), (fast, "compiled")):
         train(each, batches, tmp_path / name, quiet=True)
