@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import any_weight, state_options
-from sympow.layers.cache import KVCache, capacity
+from sympow.layers.cache import KVCache, capacity, reads_rows
 from sympow.layers.documents import document_operator
 from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
@@ -220,6 +220,9 @@ def attend_to_past(
         scale: the factor of the scores; 1 / sqrt(K) if None.
     """
     new, total = q.shape[2], k.shape[2]
+    if new == 1 and length is not None and reads_rows(k.device):
+        rows = zip(q.split(1), k.split(1), v.split(1), length.tolist(), strict=True)
+        return concatenated([attend(a, b[:, :, :n], c[:, :, :n], scale=scale) for a, b, c, n in rows])
     if new == 1:
         seen = None if length is None else torch.arange(total, device=q.device) < length[:, None, None, None]
         return attend(q, k, v, mask=seen, scale=scale)
@@ -227,8 +230,8 @@ def attend_to_past(
         return attend(q, k, v, causal=True, scale=scale)
     position = torch.arange(total, device=q.device)
     ends = torch.arange(1 - new, 1, device=q.device) + (total if length is None else length[:, None, None])
-    rows = 1 if length is None else len(length)  # of the mask
-    blocks = q.split(max(1, MASK_ELEMENTS // (total * rows)), dim=2)
+    batch = 1 if length is None else len(length)  # of the mask
+    blocks = q.split(max(1, MASK_ELEMENTS // (total * batch)), dim=2)
     outs = []
     for block, end in zip(blocks, ends.split(blocks[0].shape[2], dim=-1), strict=True):
         outs.append(attend(block, k, v, mask=position < end[..., None], scale=scale))
