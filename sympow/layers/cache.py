@@ -28,9 +28,9 @@ def capacity(length: int, limit: int | None = None) -> int:
 
 
 def reads_rows(device: torch.device) -> bool:
-    """Returns whether a step of rows of different lengths reads the tokens of every row, and not the whole room.
+    """Returns whether a step of caches of all tokens reads only those of each row, if rows differ in length.
 
-    The host of a CPU knows the lengths. Other devices read all of the room, and a mask hides what is not filled.
+    The host of a CPU knows the lengths. Other devices read the whole room, and a mask hides what is not filled.
     """
     return device.type == "cpu"
 

@@ -101,7 +101,11 @@ class GatedScores(AttentionMixer):
     def attend_in(self, cache: KVCache, q: Tensor) -> Tensor:
         """Returns the outputs [B, H, T', V] of q [B, H, T', K], the queries of the last T' tokens in a cache."""
         length = cache.length if isinstance(cache.length, Tensor) else None
-        return attend_to_past(q.to(cache.k.dtype), *cache.filled(), length=length, scale=self.head_dim**-0.5)
+        q, scale = q.to(cache.k.dtype), self.head_dim**-0.5
+        if length is not None and cache.limit is None and q.shape[2] == 1 and reads_rows(q.device):
+            rows = zip(q.split(1), cache.k.split(1), cache.v.split(1), length.tolist(), strict=True)
+            return concatenated([attend(a, k[:, :, :n], v[:, :, :n], scale=scale) for a, k, v, n in rows])
+        return attend_to_past(q, *cache.filled(), length=length, scale=scale)
 
     def zero_sums(self, cache: KVCache) -> Tensor:
         """Returns the sums of gates before the first token, float64 [B, G]."""
@@ -220,9 +224,6 @@ def attend_to_past(
         scale: the factor of the scores; 1 / sqrt(K) if None.
     """
     new, total = q.shape[2], k.shape[2]
-    if new == 1 and length is not None and reads_rows(k.device):
-        rows = zip(q.split(1), k.split(1), v.split(1), length.tolist(), strict=True)
-        return concatenated([attend(a, b[:, :, :n], c[:, :, :n], scale=scale) for a, b, c, n in rows])
     if new == 1:
         seen = None if length is None else torch.arange(total, device=q.device) < length[:, None, None, None]
         return attend(q, k, v, mask=seen, scale=scale)
@@ -230,8 +231,8 @@ def attend_to_past(
         return attend(q, k, v, causal=True, scale=scale)
     position = torch.arange(total, device=q.device)
     ends = torch.arange(1 - new, 1, device=q.device) + (total if length is None else length[:, None, None])
-    batch = 1 if length is None else len(length)  # of the mask
-    blocks = q.split(max(1, MASK_ELEMENTS // (total * batch)), dim=2)
+    rows = 1 if length is None else len(length)  # of the mask
+    blocks = q.split(max(1, MASK_ELEMENTS // (total * rows)), dim=2)
     outs = []
     for block, end in zip(blocks, ends.split(blocks[0].shape[2], dim=-1), strict=True):
         outs.append(attend(block, k, v, mask=position < end[..., None], scale=scale))
