@@ -77,16 +77,16 @@ def test_each_row_of_caches_with_room_is_as_alone(case, reads_rows):
 def test_a_row_that_is_not_finite_leaves_nothing_behind(case, reads_rows):
     """It ends, and another sequence moves into its row, or is put there."""
     model = small_model(case)
-    contexts = [Context.begin(model).read(model, prompt) for prompt in (prompts()[3], prompts()[0], prompts()[1])]
+    contexts = [Context.begin(model).read(model, prompt) for prompt in (prompts()[3], prompts()[1], prompts()[0])]
     broken = contexts[0].state.mapped(lambda x: x * torch.nan if x.is_floating_point() else x)
     slots = Slots(model, 2, MOST)
-    for state, tokens in ((broken, 30), (contexts[1].state, 3)):
+    for state, tokens in ((broken, 30), (contexts[1].state, 17)):
         slots.put(state, tokens)
     slots.release(0)
     assert alike(slots.take(0), contexts[1].state)
     slots.put(broken, 30)
     slots.release(1)
-    slots.put(contexts[2].state, 17)
+    slots.put(contexts[2].state, 3)
     expected = [model.step(torch.tensor([[token]]), contexts[i].state.clone())[0] for token, i in ((4, 1), (5, 2))]
     torch.testing.assert_close(slots.step(torch.tensor([4, 5])), torch.cat(expected))
 
