@@ -15,6 +15,7 @@ from sympow.cli.run_checks import dtype_of, text_tokenizer
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens, json_object
 from sympow.models import LanguageModel
+from sympow.models.slots import CacheRoom
 from sympow.ops.cost import format_bytes
 from sympow.ops.memory import check_memory
 from sympow.training import load
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> None:
         served.model,
         served.tokenizer,
         slots=options.slots,
+        most=options.max_prompt_tokens + options.max_new_tokens,
         queue=options.queue,
         chunk=options.prefill_chunk or (1024 if device.type == "cuda" else 256),
         prefixes=PrefixCache(served.model, round(_GIB * options.cache_memory), cache, round(_GIB * disk)),
@@ -63,12 +65,25 @@ def run(options: argparse.Namespace) -> None:
 
     def started(address: str) -> None:
         chats = "completions and chats" if template else "completions (no chat template)"
-        states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}"
+        states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}{room_shown(engine.room)}"
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
     hosts = options.allowed_host
     run_server(service, options.host, options.port, grace=options.grace, started=started, allowed_hosts=hosts)
     print("stopped", file=sys.stderr)
+
+
+def room_shown(room: CacheRoom | None) -> str:
+    """Says in the first line of output what room the key/value caches have; nothing for a model without such caches."""
+    if room is None or not room.nbytes:
+        return ""
+    if room.fixed:
+        return f" with key/value caches of {room.tokens:,} tokens"
+    asked, allowed = format_bytes(room.nbytes), format_bytes(room.allowed)
+    return (
+        f"; softmax attention is stepped row by row, because caches of {room.tokens:,} tokens in all slots would take "
+        f"{asked}, more than a tenth of the free memory, {allowed}: see --max-prompt-tokens"
+    )
 
 
 def check_sizes(options: argparse.Namespace, device: torch.device) -> None:

@@ -27,6 +27,14 @@ def capacity(length: int, limit: int | None = None) -> int:
     return room if limit is None else min(room, limit)
 
 
+def reads_rows(device: torch.device) -> bool:
+    """Returns whether a step of caches of all tokens reads only those of each row, if rows differ in length.
+
+    The host of a CPU knows the lengths. Other devices read the whole room, and a mask hides what is not filled.
+    """
+    return device.type == "cpu"
+
+
 @dataclass
 class KVCache(MixerState):
     """Holds rotated keys and values of `length` tokens; with a `limit`, those of the last `limit` tokens, as a ring.
@@ -66,6 +74,10 @@ class KVCache(MixerState):
         k, v = (_with_room(x, room) for x in self.filled())
         rows = self.length if self.limit is not None else torch.full(k.shape[:1], self.length, device=k.device)
         return replace(self, k=k, v=v, length=rows)
+
+    @override
+    def within(self, tokens: int) -> Self:
+        return self if self.limit is not None else replace(self, k=self.k[:, :, :tokens], v=self.v[:, :, :tokens])
 
     @override
     def counting(self, tokens: int | Tensor) -> Self:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.base import any_weight, state_options
-from sympow.layers.cache import KVCache, capacity
+from sympow.layers.cache import KVCache, capacity, reads_rows
 from sympow.layers.documents import document_operator
 from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
@@ -101,7 +101,11 @@ class GatedScores(AttentionMixer):
     def attend_in(self, cache: KVCache, q: Tensor) -> Tensor:
         """Returns the outputs [B, H, T', V] of q [B, H, T', K], the queries of the last T' tokens in a cache."""
         length = cache.length if isinstance(cache.length, Tensor) else None
-        return attend_to_past(q.to(cache.k.dtype), *cache.filled(), length=length, scale=self.head_dim**-0.5)
+        q, scale = q.to(cache.k.dtype), self.head_dim**-0.5
+        if length is not None and cache.limit is None and q.shape[2] == 1 and reads_rows(q.device):
+            rows = zip(q.split(1), cache.k.split(1), cache.v.split(1), length.tolist(), strict=True)
+            return concatenated([attend(a, k[:, :, :n], v[:, :, :n], scale=scale) for a, k, v, n in rows])
+        return attend_to_past(q, *cache.filled(), length=length, scale=scale)
 
     def zero_sums(self, cache: KVCache) -> Tensor:
         """Returns the sums of gates before the first token, float64 [B, G]."""

@@ -63,6 +63,11 @@ class MixerState:
         nested = {name: item for name, item in vars(self).items() if isinstance(item, MixerState)}
         return replace(self, **{name: item.with_all_room(most) for name, item in nested.items()}) if nested else self
 
+    def within(self, tokens: int) -> Self:
+        """Returns the state with views of the first `tokens` tokens of caches of all tokens."""
+        nested = {name: item for name, item in vars(self).items() if isinstance(item, MixerState)}
+        return replace(self, **{name: item.within(tokens) for name, item in nested.items()}) if nested else self
+
     def clone(self) -> Self:
         """Copies the state and its tensors, so that both can be continued."""
         return self.mapped(Tensor.clone)

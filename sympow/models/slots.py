@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sympow.layers import MixerState
+from sympow.layers.cache import reads_rows
 from sympow.layers.state import RowStates, mapped
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import ModelState
@@ -27,6 +28,7 @@ from sympow.ops.memory import check_memory, memory_of
 
 _COUNTERS = 20  # bytes of a slot's length, position and number
 _MOST = 1 << 40  # tokens: more than any memory holds, and few enough for sizes of 64 bits
+_SHARE = 10  # of the free memory, a tenth: a GPU, whose steps read all of the room, reads it in a few milliseconds
 _MARGIN = 1.25  # of the bytes of a copy: a step needs memory of its own beside the copy
 
 Leaf = Tensor | RowStates | DecodingState
@@ -51,10 +53,9 @@ class Slots:
 
     Rows 0 to `count - 1` are in use.
 
-    States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
-    key/value caches of softmax attention, every sequence keeps its own state, and the mixer is stepped row by row. The
-    results are the same, but steps are slower. `holding` stores these caches as one batch too, if it is known how many
-    tokens a sequence reads at most.
+    States whose rows may differ in length (`MixerState.counters`) are stored as one batch. So are key/value caches of
+    softmax attention if it is known how many tokens a sequence reads at most. For other states every sequence keeps its
+    own state, and the mixer is stepped row by row. The results are the same, but steps are slower.
 
     On a GPU a step of a model that has only states of the first kind is a CUDA graph. There is one graph for each
     number of rows (rounded up). Without graphs, most of the time would go into launching small kernels.
@@ -62,16 +63,18 @@ class Slots:
     Args:
         model: the model.
         capacity: sequences held at most, at least 1. Their states are allocated now.
+        most: the number of tokens that a sequence reads at most. Key/value caches of softmax attention then have room
+            for as many. None: any number.
 
     Raises ValueError for a capacity below 1, or for which there is not enough memory.
     """
 
-    def __init__(self, model: Steps, capacity: int):
+    def __init__(self, model: Steps, capacity: int, most: int | None = None):
         if not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
-        each = sum(tensor.nbytes for tensor in model.init_state(1).tensors()) + _COUNTERS
-        check_memory(f"a state for {capacity:,} slots", capacity * each, model.embedding.weight.device)
-        self._begin(model, capacity, _with_all_room(model.init_state(capacity), None))
+        needed = capacity * slot_bytes(model, most)
+        check_memory(f"a state for {capacity:,} slots", needed, model.embedding.weight.device)
+        self._begin(model, capacity, _with_all_room(model.init_state(capacity), most), most)
 
     @classmethod
     def holding(cls, model: Steps, state: ModelState, tokens: int, most: int | None = None) -> Slots | None:
@@ -87,7 +90,6 @@ class Slots:
             most: the number of tokens that a sequence reads at most, these included. Key/value caches of softmax
                 attention then have room for as many. None: any number. Then a model with such caches has no slots.
         """
-        most = None if most is None else min(most, _MOST)
         counters = torch.empty(0, dtype=torch.int64, device="meta")
         planned = _slotted(_with_all_room(state.mapped(lambda tensor: tensor.to("meta")), most), counters)
         leaves = [leaf for leaf, _ in _leaves(planned, planned)]
@@ -169,7 +171,8 @@ class Slots:
         batch = next((tensor.shape[0] for tensor in state.tensors()), 1)
         if row + batch > self.capacity:
             raise RuntimeError(f"{self.capacity - row} of {self.capacity} slots are free; got {batch} sequences")
-        for held, given in _leaves(self._held, _with_all_room(state, self._most)):
+        whole = _with_all_room(state, None if self._most is None else tokens)
+        for held, given in _leaves(self._held, whole):
             if isinstance(held, RowStates):
                 if batch > 1:
                     raise RuntimeError("the caches of several sequences cannot be put into slots at once")
@@ -177,7 +180,12 @@ class Slots:
             elif isinstance(held, DecodingState):
                 held.at(self._slots[row : row + batch]).put(given)
             else:
-                held[row : row + batch].copy_(given)
+                own = held[row : row + batch]
+                if own.shape != given.shape:  # the room of a cache that is not full
+                    if not reads_rows(own.device):
+                        own.zero_()  # a mask does not hide what an earlier row left there and is not finite
+                    own = own[:, :, : given.shape[2]]
+                own.copy_(given)
         for each in range(row, row + batch):
             self._set_length(each, tokens)
         self._set_count(row + batch)
@@ -191,8 +199,10 @@ class Slots:
     def release(self, row: int) -> None:
         """Frees a row. The last row in use moves to the freed row."""
         self._check(row)
-        last = self.count - 1
-        for held, _ in _leaves(self._held, self._held):
+        last, moved = self.count - 1, self._held
+        if reads_rows(self._position.device):  # the room behind the tokens is never read
+            moved = _of_mixers(moved, lambda mixer: mixer.within(self._lengths[last]))
+        for held, _ in _leaves(moved, moved):
             if isinstance(held, RowStates):
                 held.rows[row] = held.rows[last]
                 held.rows.pop()
@@ -286,6 +296,44 @@ class Slots:
         self._view = None
 
 
+def slot_bytes(model: Steps, most: int | None) -> int:
+    """Returns the bytes of one slot, with room for `most` tokens in key/value caches of softmax attention.
+
+    With `most` None, the caches have no room.
+    """
+    planned = model.init_state(1).mapped(lambda tensor: tensor.to("meta"))
+    return _with_all_room(planned, most).nbytes + _COUNTERS
+
+
+class CacheRoom(NamedTuple):
+    """Says whether key/value caches of softmax attention have room for the longest request in every slot.
+
+    Then steps read all rows as one batch. Otherwise caches grow, and softmax attention is stepped row by row.
+
+    Attributes:
+        tokens: of the longest request, prompt and answer.
+        nbytes: of that room in all slots; 0 for a model without such caches.
+        allowed: bytes that it may take: a tenth of the memory that is free beside the other states.
+    """
+
+    tokens: int
+    nbytes: int
+    allowed: int
+
+    @property
+    def fixed(self) -> bool:
+        """Returns whether the caches have the room from the start."""
+        return 0 < self.nbytes <= self.allowed
+
+    @classmethod
+    def of(cls, model: Steps, slots: int, tokens: int) -> CacheRoom:
+        """Computes the room of so many slots. If the free memory is not known, none is allowed."""
+        states = slots * slot_bytes(model, None)
+        memory = memory_of(model.embedding.weight.device)
+        allowed = 0 if memory is None else max(0, memory.free - states) // _SHARE
+        return cls(tokens, slots * slot_bytes(model, tokens) - states, allowed)
+
+
 def _of_mixers(state: Any, function: Callable[[MixerState], MixerState]) -> Any:
     """Returns the state of a model with function(state) in place of the state of every mixer."""
     if isinstance(state, list):
@@ -304,7 +352,7 @@ def _with_all_room(state: ModelState, most: int | None) -> ModelState:
     """Returns the state of a model with the states of mixers as they are held, see `MixerState.with_all_room`."""
 
     def grown(mixer: MixerState) -> MixerState:
-        whole = mixer.with_all_room(most)
+        whole = mixer.with_all_room(None if most is None else min(most, _MOST))
         return whole if whole.rows_may_differ else mixer
 
     return _of_mixers(state, grown)

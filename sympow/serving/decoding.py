@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sympow.data import Tokenizer
 from sympow.models import LanguageModel
-from sympow.models.slots import Slots
+from sympow.models.slots import CacheRoom, Slots
 from sympow.serving.engine_time import EngineTime
 from sympow.serving.prefill import Ready
 from sympow.serving.prefixes import PrefixCache
@@ -40,6 +40,7 @@ class Decoder:
         model: in evaluation mode, on its device.
         tokenizer: of the model.
         slots: the largest number of sequences at a time.
+        most: the largest number of tokens of a request, prompt and answer; None: any number.
         prefixes: the cache that stores the states after prompts and answers.
         ends: tokens that end an answer.
         work: counts the time and the number of steps.
@@ -51,12 +52,14 @@ class Decoder:
         tokenizer: Tokenizer,
         slots: int,
         *,
+        most: int | None,
         prefixes: PrefixCache,
         ends: Collection[int],
         work: EngineTime,
     ):
         self.sequences: list[Sequence] = []  # by row of the slots
-        self.slots = Slots(model, slots)
+        self.room = None if most is None else CacheRoom.of(model, slots, most)
+        self.slots = Slots(model, slots, most if self.room is not None and self.room.fixed else None)
         self._tokenizer, self._prefixes, self._ends, self._work = tokenizer, prefixes, frozenset(ends), work
         self._device = model.embedding.weight.device
         self._ahead = runs_ahead(self._device)

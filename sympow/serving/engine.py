@@ -19,6 +19,7 @@ import torch
 
 from sympow.data import Tokenizer
 from sympow.models import LanguageModel
+from sympow.models.slots import CacheRoom
 from sympow.serving.decoding import Decoder
 from sympow.serving.engine_time import EngineTime
 from sympow.serving.prefill import Reader
@@ -52,12 +53,14 @@ class Engine:
         model: in evaluation mode, on its device.
         tokenizer: of the model.
         slots: the number of requests that are read or decoded at a time.
+        most: the largest number of tokens of a request, its prompt and its answer together. Key/value caches of softmax
+            attention get room for as many if that takes little of the memory (`CacheRoom`). None: any number.
         queue: the number of requests that may wait for a slot.
         chunk: the number of tokens of a prompt that are read between two steps of decoding.
         prefixes: states to start from; None for none.
         ends: tokens that end an answer.
 
-    Raises ValueError for numbers below 1 (`queue` below 0).
+    Raises ValueError for numbers below 1 (`queue` below 0), and for slots for which there is not enough memory.
     """
 
     def __init__(
@@ -66,19 +69,21 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         slots: int = 16,
+        most: int | None = None,
         queue: int = 256,
         chunk: int = 256,
         prefixes: PrefixCache | None = None,
         ends: Collection[int] = (),
     ):
-        for name, value, least in (("chunk", chunk, 1), ("queue", queue, 0)):
+        for name, value, least in (("most", 1 if most is None else most, 1), ("chunk", chunk, 1), ("queue", queue, 0)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
         self.prefixes = PrefixCache(model, 0) if prefixes is None else prefixes
         self.work = EngineTime()
         self._tokenizer, self._device = tokenizer, model.embedding.weight.device
         self._queue, self._waiting = queue, deque[Sequence]()
-        self._decoder = Decoder(model, tokenizer, slots, prefixes=self.prefixes, ends=ends, work=self.work)
+        self._most = most
+        self._decoder = Decoder(model, tokenizer, slots, most=most, prefixes=self.prefixes, ends=ends, work=self.work)
         in_steps = self._decoder.reads_prompts
         self._reader = Reader(model, chunk, self.prefixes, in_steps=in_steps, work=self.work)
         self._changed = threading.Condition()
@@ -94,6 +99,11 @@ class Engine:
     def nbytes(self) -> int:
         """Returns the bytes of all slots."""
         return self._decoder.slots.nbytes
+
+    @property
+    def room(self) -> CacheRoom | None:
+        """Returns the room of key/value caches; None if the engine has no `most`."""
+        return self._decoder.room
 
     @property
     def alive(self) -> bool:
@@ -117,6 +127,9 @@ class Engine:
             if request.tokens.ndim != 1 or not len(request.tokens) or request.max_new_tokens < 1:
                 shape, new = list(request.tokens.shape), request.max_new_tokens
                 raise ValueError(f"a request has tokens [T >= 1] and asks for at least one; got {shape} and {new}")
+            total = len(request.tokens) + request.max_new_tokens
+            if self._most is not None and total > self._most:
+                raise ValueError(f"a request has at most {self._most:,} tokens, its answer included; got {total:,}")
         made = []
         for request in requests:
             keys = self.prefixes.keys(request.tokens)

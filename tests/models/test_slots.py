@@ -9,7 +9,7 @@ import torch
 
 from sympow.layers.state_file import serialize
 from sympow.models import Context, LanguageModel, MixerConfig, ModelConfig, generate, stream
-from sympow.models.slots import Slots
+from sympow.models.slots import Slots, slot_bytes
 from sympow.models.step_graphs import capturing, rounded
 from sympow.ops import DecodingState
 from sympow.ops.memory import Memory
@@ -24,10 +24,14 @@ def prompts():
     return [torch.randint(VOCAB, (1, length), generator=generator) for length in LENGTHS]
 
 
-def check_rows(model):
+MOST = max(LENGTHS) + NEW - 1  # tokens read of a sequence
+
+
+def check_rows(model, most=None):
     """Two slots, four sequences: the second two come when others have ended, in rows that are used again."""
     alone = [generate(model, prompt, NEW, temperature=0).tokens[0].tolist() for prompt in prompts()]
-    slots, waiting, rows = Slots(model, 2), list(enumerate(prompts())), []
+    slots, waiting, rows = Slots(model, 2, most), list(enumerate(prompts())), []
+    assert most is None or slots.as_one_batch
     drawn = {i: [] for i in range(len(LENGTHS))}
     while waiting or rows:
         if waiting and slots.count < 2:
@@ -50,6 +54,53 @@ def check_rows(model):
 @pytest.mark.parametrize("case", CASES)
 def test_each_row_is_as_alone(case):
     check_rows(small_model(case))
+
+
+@pytest.fixture(params=[True, False], ids=["", "whole room"])
+def reads_rows(request, monkeypatch):
+    """As on a CPU, and as on a GPU, which reads the whole room of a cache."""
+    for module in ("layers.softmax", "models.slots"):
+        monkeypatch.setattr(f"sympow.{module}.reads_rows", lambda device: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_each_row_of_caches_with_room_is_as_alone(case, reads_rows):
+    """The longest sequence fills its room."""
+    check_rows(small_model(case), MOST)
+    with pytest.raises(RuntimeError, match=f"room for sequences of {MOST - 1} tokens; got one of {MOST}"):
+        check_rows(small_model(case), MOST - 1)
+
+
+@pytest.mark.parametrize("case", GROWING)
+@torch.no_grad()
+def test_a_row_that_is_not_finite_leaves_nothing_behind(case, reads_rows):
+    """It ends, and another sequence moves into its row, or is put there."""
+    model = small_model(case)
+    contexts = [Context.begin(model).read(model, prompt) for prompt in (prompts()[3], prompts()[1], prompts()[0])]
+    broken = contexts[0].state.mapped(lambda x: x * torch.nan if x.is_floating_point() else x)
+    slots = Slots(model, 2, MOST)
+    for state, tokens in ((broken, 30), (contexts[1].state, 17)):
+        slots.put(state, tokens)
+    slots.release(0)
+    assert alike(slots.take(0), contexts[1].state)
+    slots.put(broken, 30)
+    slots.release(1)
+    slots.put(contexts[2].state, 3)
+    expected = [model.step(torch.tensor([[token]]), contexts[i].state.clone())[0] for token, i in ((4, 1), (5, 2))]
+    torch.testing.assert_close(slots.step(torch.tensor([4, 5])), torch.cat(expected))
+
+
+def test_the_bytes_of_slots_are_planned(monkeypatch):
+    """Those of windows and of the room of caches too. Slots are refused before they are allocated."""
+    for case, most in (("power", None), ("window", None), ("grouped softmax", 1000), ("recommended hybrid", 1000)):
+        model = small_model(case)
+        assert 0 <= 3 * slot_bytes(model, most) - Slots(model, 3, most).nbytes <= 3 * 40  # of counters
+    needed = 3 * slot_bytes(model, most)
+    for free in (needed - 1, needed):
+        monkeypatch.setattr("sympow.ops.memory.memory_of", lambda device, free=free: Memory(free, free))
+        with pytest.raises(ValueError, match="a state for 3 slots needs") if free < needed else nullcontext():
+            Slots(model, 3, most)
 
 
 @pytest.mark.parametrize("case", ["power", "rwkv7 body", "elu"])

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from sympow.data import ByteTokenizer
-from sympow.models import LanguageModel, ModelConfig, generate
-from sympow.models.slots import Slots
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
+from sympow.models.slots import CacheRoom, Slots, slot_bytes
+from sympow.ops.memory import Memory
 from sympow.serving import Engine, EngineClosedError, PrefixCache, QueueFullError, Sampling
+from tests.draws import make_every_token_matter
 from tests.serving.conftest import Client, ask, tokens
 
 TOKENIZER = ByteTokenizer()
@@ -346,3 +348,96 @@ class TestPrefixes:
             cache.keep(keys, 64, state, logits.detach())
         cache.close()
         assert 0 < sum(file.stat().st_size for file in tmp_path.glob("*.ctx")) <= size
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    """Power attention, a window, and gated softmax attention."""
+    mixers = (MixerConfig("power"), MixerConfig("window", {"window": 9}), MixerConfig("softmax", {"gate": True}))
+    return make_every_token_matter(LanguageModel(ModelConfig(256, 32, 3, 2, mixers), seed=0)).eval()
+
+
+class TestCacheRoom:
+    """Key/value caches of softmax attention with room for the longest request, which steps then read as one batch."""
+
+    MOST = 160
+
+    @pytest.fixture(params=[True, False], ids=["", "whole room"])
+    def reads_rows(self, request, monkeypatch):
+        """As on a CPU, and as on a GPU, which reads the whole room of a cache."""
+        for module in ("layers.softmax", "models.slots"):
+            monkeypatch.setattr(f"sympow.{module}.reads_rows", lambda device: request.param)
+
+    @pytest.fixture
+    def roomy(self, hybrid, reads_rows):
+        engine = Engine(hybrid, TOKENIZER, slots=4, chunk=16, most=self.MOST, prefixes=PrefixCache(hybrid, 1 << 26))
+        engine.start()
+        yield engine
+        engine.close()
+
+    def test_requests_up_to_the_longest_are_answered_as_alone(self, roomy, hybrid):
+        """More than there are slots. Some reach the limit, in the prompt or in the answer."""
+        assert roomy.room.fixed
+        lengths = (1, 70, 3, 159, 17, 120, 33, 5, 64, 148)
+        new = [self.MOST - n if n in (1, 159, 120, 148) else 9 + i for i, n in enumerate(lengths)]
+        results = ask(roomy, *(Client(tokens(n, n), k) for n, k in zip(lengths, new, strict=True)))
+        for n, k, (drawn, _, last) in zip(lengths, new, results, strict=True):
+            assert drawn == alone(hybrid, tokens(n, n), k) and last.finish == "length"
+
+    def test_requests_that_come_and_go_do_not_disturb_the_others(self, roomy, hybrid):
+        stay, leave = [], []
+        for i in range(24):
+            client = Client(tokens(1 + 5 * i, i), 20 if i % 2 else self.MOST - 1 - 5 * i)
+            (stay if i % 2 else leave).append(client)
+            roomy.submit([client.request])
+            if i % 4 == 2:
+                leave[-2].request.cancel()
+        for client in leave:
+            client.request.cancel()
+        assert all(client.result()[0] == alone(hybrid, client.request.tokens, 20) for client in stay)
+        assert {client.result()[2].finish for client in leave} <= {"cancelled", "length"}
+
+    def test_states_are_kept_and_continued(self, roomy, hybrid, ahead):
+        """After a prompt and after an answer, up to the longest request."""
+        (drawn, _, _), *_ = ask(roomy, Client(tokens(40), 30))
+        turn = torch.cat([tokens(40), torch.tensor(drawn), tokens(5, 1)])
+        for cached in (69 + ahead, 75):
+            (more, _, last), *_ = ask(roomy, Client(turn, self.MOST - 75))
+            assert more == alone(hybrid, turn, self.MOST - 75) and last.usage.cached_tokens == cached
+
+    def test_a_folder_serves_engines_with_and_without_room(self, hybrid, reads_rows, tmp_path):
+        for most, cached in ((self.MOST, 0), (None, 100), (self.MOST, 100)):
+            engine = Engine(hybrid, TOKENIZER, most=most, prefixes=PrefixCache(hybrid, 1 << 26, tmp_path, 1 << 30))
+            engine.start()
+            (drawn, _, last), *_ = ask(engine, Client(tokens(100)))
+            engine.close()
+            assert drawn == alone(hybrid, tokens(100)) and last.usage.cached_tokens == cached
+
+    def test_longer_requests_are_refused(self, roomy):
+        assert roomy.load == (0, 0, 0)
+        with pytest.raises(ValueError, match="a request has at most 160 tokens, its answer included; got 161"):
+            roomy.submit([Client(tokens(100), 61).request])
+        with pytest.raises(ValueError, match="most must be an integer of at least 1; got 0"):
+            Engine(None, None, most=0)
+
+    def test_it_takes_a_tenth_of_the_memory_beside_the_other_states(self, hybrid, monkeypatch):
+        """Otherwise caches grow, and the answers are the same."""
+        room = CacheRoom.of(hybrid, 4, self.MOST)
+        without = Engine(hybrid, TOKENIZER, slots=4)
+        assert without.room is None
+        states = 4 * slot_bytes(hybrid, None)
+        for free in (states + 10 * room.nbytes, states + 10 * room.nbytes - 1, states - 1):
+            monkeypatch.setattr("sympow.models.slots.memory_of", lambda device, free=free: Memory(free, free))
+            engine = Engine(hybrid, TOKENIZER, slots=4, most=self.MOST)
+            assert engine.room.fixed == (free == states + 10 * room.nbytes)
+            assert abs(engine.nbytes - without.nbytes - room.nbytes * engine.room.fixed) < 100  # sums of gates
+            engine.start()
+            (drawn, _, _), *_ = ask(engine, Client(tokens(30), self.MOST - 30))
+            engine.close()
+            assert drawn == alone(hybrid, tokens(30), self.MOST - 30)
+        monkeypatch.setattr("sympow.models.slots.memory_of", lambda device: None)
+        assert not CacheRoom.of(hybrid, 4, self.MOST).fixed
+
+    def test_a_model_without_such_caches_has_none(self, model):
+        room = CacheRoom.of(model, 4, 1 << 50)
+        assert room.nbytes == 0 and not room.fixed

@@ -22,8 +22,10 @@ from sympow.cli import main
 from sympow.cli.served_model import api_keys, engine_threads, load_served
 from sympow.data import BPETokenizer, ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
-from sympow.models import generate, preset
+from sympow.models import MixerConfig, generate, preset
+from sympow.models.slots import slot_bytes
 from sympow.ops import memory
+from sympow.ops.cost import format_bytes
 from tests.serving.asgi import call
 from tests.shell_blocks import commands_of
 
@@ -187,6 +189,52 @@ def test_options_of_hosts(folder, monkeypatch, host, options, status):
     monkeypatch.setattr(uvicorn, "Server", Served)
     assert main(["serve", str(folder), *options, "--port", "0", "--device", "cpu"]) == 0
     assert answered == [status]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--max-prompt-tokens", "1000", "--max-new-tokens", "24"],
+         "2 slots of {} with key/value caches of 1,024 tokens"),
+        ([], "2 slots of {}; softmax attention is stepped row by row, because caches of 1,004,096 tokens in all slots "
+             "would take 1.0 GB, more than a tenth of the free memory, 100 MB: see --max-prompt-tokens"),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_what_room_caches_have(words, shown, tmp_path, capsys, monkeypatch):
+    """And the metrics count it."""
+    untrained_run(tmp_path / "hybrid", preset("nano", 256, (MixerConfig("power"), MixerConfig("softmax"))))
+    states = 2 * slot_bytes(load_served(str(tmp_path / "hybrid"), torch.device("cpu")).model, None)
+    free = memory.Memory(states + 10**9, states + 10**9)
+    monkeypatch.setattr("sympow.models.slots.memory_of", lambda device: free)
+    lines = []
+
+    class Served:
+        def __init__(self, config):
+            self.config = config
+
+        def run(self, sockets):
+            asyncio.run(self.begin())
+            answer = asyncio.run(call(self.config.app, "GET", "/metrics", host="localhost"))
+            lines.extend(answer.body.decode().splitlines())
+
+        async def begin(self):
+            events = iter(("lifespan.startup", "lifespan.shutdown"))
+
+            async def receive():
+                return {"type": next(events)}
+
+            async def send(message):
+                assert message["type"].endswith(".complete"), message
+
+            await self.config.app({"type": "lifespan"}, receive, send)
+
+    monkeypatch.setattr(uvicorn, "Server", Served)
+    words = ["--slots", "2", "--port", "0", "--device", "cpu", *words]
+    assert main(["serve", str(tmp_path / "hybrid"), *words]) == 0
+    (held,) = (float(line.split()[1]) for line in lines if line.startswith("sympow_slots_bytes "))
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.endswith(f"/v1: completions (no chat template), {shown.format(format_bytes(int(held) // 2))}")
+    assert (held > 2 * 1024 * 2 * 64 * 4) == ("row by row" not in shown)
 
 
 def test_it_ends_in_order(server):
