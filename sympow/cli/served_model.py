@@ -79,11 +79,13 @@ def room_shown(room: CacheRoom | None) -> str:
         return ""
     if room.fixed:
         return f" with key/value caches of {room.tokens:,} tokens"
-    asked, allowed = format_bytes(room.nbytes), format_bytes(room.allowed)
-    return (
-        f"; softmax attention is stepped row by row, because caches of {room.tokens:,} tokens in all slots would take "
-        f"{asked}, more than a tenth of the free memory, {allowed}: see --max-prompt-tokens"
-    )
+    if room.allowed is None:
+        why = "the free memory is not known"
+    else:
+        asked, allowed = format_bytes(room.nbytes), format_bytes(room.allowed)
+        why = (f"caches of {room.tokens:,} tokens in all slots would take {asked}, more than a tenth of the free "
+               f"memory, {allowed}: see --max-prompt-tokens")  # fmt: skip
+    return f"; softmax attention is stepped row by row, because {why}"
 
 
 def check_sizes(options: argparse.Namespace, device: torch.device) -> None:

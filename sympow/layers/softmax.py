@@ -102,7 +102,8 @@ class GatedScores(AttentionMixer):
         """Returns the outputs [B, H, T', V] of q [B, H, T', K], the queries of the last T' tokens in a cache."""
         length = cache.length if isinstance(cache.length, Tensor) else None
         q, scale = q.to(cache.k.dtype), self.head_dim**-0.5
-        if length is not None and cache.limit is None and q.shape[2] == 1 and reads_rows(q.device):
+        one_each = q.shape[2] == 1 and not torch.compiler.is_compiling()  # which does not know the lengths
+        if length is not None and cache.limit is None and one_each and reads_rows(q.device):
             rows = zip(q.split(1), cache.k.split(1), cache.v.split(1), length.tolist(), strict=True)
             return concatenated([attend(a, k[:, :, :n], v[:, :, :n], scale=scale) for a, k, v, n in rows])
         return attend_to_past(q, *cache.filled(), length=length, scale=scale)

@@ -57,7 +57,7 @@ class Slots:
     softmax attention if it is known how many tokens a sequence reads at most. For other states every sequence keeps its
     own state, and the mixer is stepped row by row. The results are the same, but steps are slower.
 
-    On a GPU a step of a model that has only states of the first kind is a CUDA graph. There is one graph for each
+    On a GPU a step of a model that has only states of the first two kinds is a CUDA graph. There is one graph for each
     number of rows (rounded up). Without graphs, most of the time would go into launching small kernels.
 
     Args:
@@ -66,12 +66,14 @@ class Slots:
         most: the number of tokens that a sequence reads at most. Key/value caches of softmax attention then have room
             for as many. None: any number.
 
-    Raises ValueError for a capacity below 1, or for which there is not enough memory.
+    Raises ValueError for numbers below 1, and for slots for which there is not enough memory.
     """
 
     def __init__(self, model: Steps, capacity: int, most: int | None = None):
         if not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ValueError(f"the tokens of a slot must be an integer of at least 1; got {most!r}")
         needed = capacity * slot_bytes(model, most)
         check_memory(f"a state for {capacity:,} slots", needed, model.embedding.weight.device)
         self._begin(model, capacity, _with_all_room(model.init_state(capacity), most), most)
@@ -313,24 +315,25 @@ class CacheRoom(NamedTuple):
     Attributes:
         tokens: of the longest request, prompt and answer.
         nbytes: of that room in all slots; 0 for a model without such caches.
-        allowed: bytes that it may take: a tenth of the memory that is free beside the other states.
+        allowed: bytes that it may take: a tenth of the memory that is free beside the other states; None if the free
+            memory is not known, which allows nothing.
     """
 
     tokens: int
     nbytes: int
-    allowed: int
+    allowed: int | None
 
     @property
     def fixed(self) -> bool:
         """Returns whether the caches have the room from the start."""
-        return 0 < self.nbytes <= self.allowed
+        return 0 < self.nbytes <= (self.allowed or 0)
 
     @classmethod
     def of(cls, model: Steps, slots: int, tokens: int) -> CacheRoom:
-        """Computes the room of so many slots. If the free memory is not known, none is allowed."""
+        """Computes the room of so many slots."""
         states = slots * slot_bytes(model, None)
         memory = memory_of(model.embedding.weight.device)
-        allowed = 0 if memory is None else max(0, memory.free - states) // _SHARE
+        allowed = None if memory is None else max(0, memory.free - states) // _SHARE
         return cls(tokens, slots * slot_bytes(model, tokens) - states, allowed)
 
 

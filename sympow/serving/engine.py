@@ -75,7 +75,13 @@ class Engine:
         prefixes: PrefixCache | None = None,
         ends: Collection[int] = (),
     ):
-        for name, value, least in (("most", 1 if most is None else most, 1), ("chunk", chunk, 1), ("queue", queue, 0)):
+        given = (
+            ("slots", slots, 1),
+            ("most", 1 if most is None else most, 1),
+            ("chunk", chunk, 1),
+            ("queue", queue, 0),
+        )
+        for name, value, least in given:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
         self.prefixes = PrefixCache(model, 0) if prefixes is None else prefixes
@@ -120,7 +126,7 @@ class Engine:
     def submit(self, requests: Collection[Request]) -> None:
         """Queues all of the requests, or none of them.
 
-        Raises ValueError for a request that no engine could answer, QueueFullError if too many requests wait, and
+        Raises ValueError for a request that this engine cannot answer, QueueFullError if too many requests wait, and
         EngineClosedError after `close`.
         """
         for request in requests:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,20 @@ def check_rows(model, most=None):
                 rows[row] = rows[-1]
                 rows.pop()
     assert list(drawn.values()) == alone
+
+
+def test_a_compiled_step_reads_rows_of_any_length():
+    """The graph does not know their lengths."""
+    model = small_model("softmax")
+
+    def stepped(step):
+        slots = Slots(SimpleNamespace(step=step, init_state=model.init_state, embedding=model.embedding), 2, MOST)
+        for prompt in prompts()[:2]:
+            slots.put(Context.begin(model).read(model, prompt).state, len(prompt))
+        return slots.step(torch.tensor([1, 2]))
+
+    compiled = torch.compile(model.step, fullgraph=True, backend="eager")
+    assert torch.allclose(stepped(compiled), stepped(model.step), atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -344,6 +359,9 @@ def test_refusals():
     for capacity in (0, 1.5):
         with pytest.raises(ValueError, match="capacity of slots must be an integer of at least 1"):
             Slots(model, capacity)
+    for most in (0, 2.5, "8"):
+        with pytest.raises(ValueError, match="the tokens of a slot must be an integer of at least 1; got "):
+            Slots(model, 2, most)
     slots = Slots(model, 1)
     slots.put(model.init_state(1), 0)
     with pytest.raises(RuntimeError, match="0 of 1 slots are free; got 1 sequences"):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from sympow.cli.served_model import room_shown
 from sympow.data import ByteTokenizer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
 from sympow.models.slots import CacheRoom, Slots, slot_bytes
@@ -419,6 +420,8 @@ class TestCacheRoom:
             roomy.submit([Client(tokens(100), 61).request])
         with pytest.raises(ValueError, match="most must be an integer of at least 1; got 0"):
             Engine(None, None, most=0)
+        with pytest.raises(ValueError, match="slots must be an integer of at least 1; got None"):
+            Engine(None, None, slots=None, most=1)
 
     def test_it_takes_a_tenth_of_the_memory_beside_the_other_states(self, hybrid, monkeypatch):
         """Otherwise caches grow, and the answers are the same."""
@@ -436,7 +439,9 @@ class TestCacheRoom:
             engine.close()
             assert drawn == alone(hybrid, tokens(30), self.MOST - 30)
         monkeypatch.setattr("sympow.models.slots.memory_of", lambda device: None)
-        assert not CacheRoom.of(hybrid, 4, self.MOST).fixed
+        unknown = CacheRoom.of(hybrid, 4, self.MOST)
+        assert not unknown.fixed
+        assert room_shown(unknown).endswith("is stepped row by row, because the free memory is not known")
 
     def test_a_model_without_such_caches_has_none(self, model):
         room = CacheRoom.of(model, 4, 1 << 50)

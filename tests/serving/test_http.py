@@ -527,6 +527,16 @@ def test_hostile_requests_are_refused_and_change_nothing(app, service, model):
     assert answer["choices"][0]["text"] == alone(model, "def main(", 4)
 
 
+def test_a_request_that_is_too_long_for_the_engine_is_refused(model):
+    engine = Engine(model, TOKENIZER, most=20)
+    engine.start()
+    app = make_app(Service(engine, TOKENIZER, "small"))
+    answer = post(app, COMPLETIONS, {"model": "small", "prompt": "x" * 16, "max_tokens": 5})
+    engine.close()
+    assert answer.status == 400 and answer.json["error"]["code"] == "context_length_exceeded"
+    assert answer.json["error"]["message"] == "a request has at most 20 tokens, its answer included; got 21"
+
+
 def test_a_large_or_slow_body_is_refused(engine):
     limits = Limits(prompt_tokens=10, body_seconds=0.05)
     app = make_app(Service(engine, TOKENIZER, "small", limits=limits))

@@ -176,9 +176,14 @@ class Service:
         ]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Gives requests to the engine. Raises ApiError 429 if too many wait, 503 while the server ends."""
+        """Gives requests to the engine.
+
+        Raises ApiError 400 if one is too long for it, 429 if too many wait, and 503 while the server ends.
+        """
         try:
             self.engine.submit(requests)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from None
         except QueueFullError as error:
             raise ApiError(429, str(error), code="queue_full") from None
         except EngineClosedError as error:
