@@ -28,9 +28,9 @@ LOG = (OUT / "job.log").open("a", buffering=1)
 T_B, T_C = (128, 256) if TOY else (8192, 16384)
 N_B, N_C = (512, 512) if TOY else (8192, 16384)  # tokens of needle rows
 FINAL = float(os.environ.get("FINAL", 1 if TOY else 235))  # seconds for the measures
-SHARES = {"B": 0.7, "C": 0.3}  # of the time between A0 and the measures
+SHARES = {"B": 0.68, "C": 0.32}  # of the time between A0 and the measures
 LEAST = float(os.environ.get("LEAST", 0.0 if TOY else 110.0))  # seconds that are worth another phase
-GUESS = 60_000.0  # tokens a second where nothing was measured
+GUESS = 75_000.0  # tokens a second where nothing was measured
 
 
 def now():
@@ -177,6 +177,8 @@ KINDS = {
     "c": (N_C, 1000, 200, 300),
     "s": (N_C, 1000, 600, 400),  # sparse: one of 27 facts of a row is a passkey
 }
+if os.environ.get("START"):
+    KINDS = {kind: (tokens, rows * 2 // 5, every, seed + 50) for kind, (tokens, rows, every, seed) in KINDS.items()}
 PARTS = 2 if TOY else 6
 
 
@@ -232,6 +234,21 @@ def speed(rows, stage=None):
 RATES = {}  # by phase
 OVERHEADS = {"A0": 90.0}  # seconds of a phase beside its steps at the usual speed
 LAST = {"model": None}
+
+FROM = r"""
+import sys
+from dataclasses import replace
+from pathlib import Path
+from safetensors.torch import load_file
+from sympow.training import load_model
+from sympow.training.run_folder import write_run_folder
+run = load_model(sys.argv[1])
+weights, own = load_file(sys.argv[2]), run.model.state_dict()
+run.model.load_state_dict({name: value.to(own[name].dtype) for name, value in weights.items()})
+tokenizer = (Path(sys.argv[1]) / "tokenizer.json").read_text()
+write_run_folder(Path(sys.argv[3]), replace(run.config, name="start"), run.model, tokenizer=tokenizer)
+print("started from", sys.argv[2])
+"""
 
 
 KNOWN = {"divide": 1, "compile": True}  # what has worked
@@ -354,23 +371,19 @@ def measure_all():
     text = ["--text", WORK / "heldout.txt"]
     single = ["--task", "single"]
     four, eight, sixteen, more = ("128 192 256 128".split() if TOY else "4096 8192 16384 32768".split())
-    # At 32,768 tokens first, with nothing beside but the other half of its texts' processor time: the rest has been asked.
-    wait_all([ask(f"passkeys-long-{name}", "passkey", last, [more], ten, limit),
-              ask(f"passkeys-sixteen-{name}", "passkey", last, [sixteen], ten, limit)])
-    limit = 900 if TOY else max(30.0, left() - 15)
-    wait_all([bench(f"bench-{name}", last, ["stages", "loss", "positions"], limit)])
-    limit = 900 if TOY else max(30.0, left() - 15)
     first = [
-        ask(f"passkeys-{name}", "passkey", last, [four, eight], ten, limit),
+        ask(f"passkeys-long-{name}", "passkey", last, [more], ten, limit),
+        bench(f"bench-{name}", last, ["stages", "loss", "positions"], limit),
+        ask(f"passkeys-sixteen-{name}", "passkey", last, [sixteen], ten, limit),
         ask(f"needles-words-{name}", "needles", last, [eight], ten, limit, *single, "--values", "words", *text),
+        ask(f"passkeys-{name}", "passkey", last, [four, eight], ten, limit),
     ]
-    if before != last:
-        first.append(bench(f"bench-{earlier}", before, ["stages", "loss"], limit))
     wait_all(first)
     if left() < 25 and not TOY:
         return
     limit = 900 if TOY else max(15.0, left() - 12)
     second = [
+        *([bench(f"bench-{earlier}", before, ["stages", "loss"], limit)] if before != last else []),
         ask(f"needles-digits-{name}", "needles", last, [eight], ten, limit, *single, "--values", "digits", *text),
         ask(f"needles-4096-{name}", "needles", last, [four], ten, limit, *single, *text),
         ask(f"needles-multikey-{name}", "needles", last, [four, eight], few, limit, "--task", "multikey", *text),
@@ -412,14 +425,20 @@ def main():
     common = ["data.kind=zarr", "data.pack=false", f"data.tokenizer={WORK / 'docs'}", held]
     makers = make_needles("b")
 
+    start = os.environ.get("START")  # weights to go on with
+    if start:
+        wait_all([Task("from", [sys.executable, "-c", FROM, WORK / "swapped", start, WORK / "run-start"], 300)])
+        LAST["model"] = WORK / "run-start"
+        OVERHEADS["A0"] = 150.0
     batch, micro = (2, 2) if TOY else (4, 4)
     layers, limit = (1, 1e5) if TOY else (150, min(480.0, 0.35 * SECONDS))
     text = [*common, *mixture(0)]
-    early = Task("compile-c", distill(WORK / "swapped", WORK / "compile-c", text, 6, T_C, *((2, 2) if TOY else (4, 2)),
+    early = Task("compile-c", distill(LAST["model"], WORK / "compile-c", text, 6, T_C, *((2, 2) if TOY else (4, 2)),
                                       1e-4, 0.5, 0, 10**6, 2, not TOY, ["training.evaluate_every=100",
                                       "training.checkpoint_every=100"]),
                  420)  # fmt: skip
-    phase("A0", layers + (1 if TOY else 30), T_B, batch, micro, 1e-3, 0.25, layers, 0, text, limit, 0 if TOY else 20)
+    if not start:
+        phase("A0", layers + (1 if TOY else 30), T_B, batch, micro, 1e-3, 0.25, layers, 0, text, limit, 0 if TOY else 20)
     wait_all(makers)
     makers = make_needles("cs")
     if TOY:  # all of them at once would take the machine from the steps
@@ -427,7 +446,8 @@ def main():
 
     planned = share_of("B")
     steps = steps_for("B", "A0", 1.0, batch, T_B, planned, 0.6)
-    phase("B", max(steps, 3 if TOY else 20), T_B, batch, micro, 1e-3, 0.4, 0, 0, [*common, *mixture(0.6, "b")],
+    rate = 7e-4 if start else 1e-3
+    phase("B", max(steps, 3 if TOY else 20), T_B, batch, micro, rate, 0.4, 0, 0, [*common, *mixture(0.6, "b")],
           1e5 if TOY else planned * 1.25, 1 if TOY else 40, ["training.seed=1"])  # fmt: skip
     wait_all([*makers, early])
     LAST["before_text"] = LAST["model"]
@@ -435,7 +455,7 @@ def main():
     batch, micro = (2, 2) if TOY else (4, 2)
     planned, like = share_of("C"), "B" if "B" in RATES else like
     steps = steps_for("C", like, 1.2 if like == "B" else 1.0, batch, T_C, planned)
-    phase("C", max(steps, 3 if TOY else 20), T_C, batch, micro, 8e-4, 0.75, 0, 10**6, [*common, *mixture(2.0, "c", "s")],
+    phase("C", max(steps, 3 if TOY else 20), T_C, batch, micro, 4e-4 if start else 8e-4, 0.75, 0, 10**6, [*common, *mixture(2.0, "c", "s")],
           1e5 if TOY else planned, 1 if TOY else 25)  # fmt: skip
 
     planned, like = left() - FINAL, "C" if "C" in RATES else like

@@ -14,6 +14,8 @@ LISTS = {
     "heads_middle": runs((H,), (4096,), MIDDLE),
     "delta_middle": runs(("power_delta+offset=0.09",), (4096,), MIDDLE),
     "repeat": runs(("softmax_gate", "power", "power_delta", "window", "softmax"), (4096,), seeds=(0,)),
+    "short_window": [r for r in L.GRIDS["short_first"] if r.variant.startswith("window")],
+    "cst_4096": [r for r in L.GRIDS["cst_contexts"] if r.context == 4096],
     **{g: L.GRIDS[g] for g in ("based", "scra_lengths", "scra_bodies", "scra_states", "cst_contexts", "long", "middle",
                                "heads", "middle_16384", "controls", "field", "middle_65536", "search", "short_first", "small", "long_window")},
 }

@@ -12,9 +12,9 @@ for d in .student/*; do [ -e $d ] && cp -rf $d/. /tmp/student/parts/; done
 . /tmp/gpu/env.sh
 pgrep -f "[c]ollect.sh" >/dev/null || setsid nohup bash /tmp/gpu/collect.sh >/dev/null 2>&1 &
 started() { [ -e /tmp/started_$1 ] && return 0; touch /tmp/started_$1; stamp "start $1"; return 1; }
-END=${END:-1640}; SEND=${SEND:-1230}; GPUS=${GPUS:-$(nvidia-smi -L | wc -l)}
-started tests || (setsid nohup bash -c ". /tmp/gpu/env.sh; step 60 steps0 python3 -m benchmarks.delta_steps --device cuda --csv $O/delta_steps_first.csv; step 100 flex python3 /tmp/gpu/flex_try.py; step 150 t_step python3 -m pytest -q -n 4 -p no:cacheprovider tests/ops/triton/test_delta_step.py" >/dev/null 2>&1 &)
-if ls /tmp/student/parts/SHA256SUMS >/dev/null 2>&1 && (cd /tmp/student/parts && awk '{print $2}' SHA256SUMS | xargs ls >/dev/null 2>&1); then
+END=${END:-1655}; SEND=${SEND:-1230}; GPUS=${GPUS:-$(nvidia-smi -L | wc -l)}
+started tests || (setsid nohup bash -c ". /tmp/gpu/env.sh; step 60 mqar_check python3 /tmp/gpu/mqar_check.py; step 200 t_graphs python3 -m pytest -q -n 4 -p no:cacheprovider tests/models/test_slots.py tests/models/test_generation.py tests/integrations/test_transformers_graphs.py tests/ops/triton/test_delta_step.py" >/dev/null 2>&1 &)
+if ls /tmp/student/parts/SHA256SUMS /tmp/student/parts/w.03 >/dev/null 2>&1 && (cd /tmp/student/parts && awk '{print $2}' SHA256SUMS | xargs ls >/dev/null 2>&1); then
   started student || { bash /tmp/gpu/student.sh $SEND 0; setsid nohup bash /tmp/gpu/weights.sh >/dev/null 2>&1 & }
 fi
 if [ -e /tmp/corpus/train.zarr/.zarray ]; then started next || (setsid nohup bash /tmp/gpu/next.sh $END $GPUS $SEND > $O/next.out 2>&1 &); fi
