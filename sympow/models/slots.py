@@ -28,7 +28,7 @@ from sympow.ops.memory import check_memory, memory_of
 
 _COUNTERS = 20  # bytes of a slot's length, position and number
 _MOST = 1 << 40  # tokens: more than any memory holds, and few enough for sizes of 64 bits
-_SHARE = 10  # of the free memory, a tenth: a GPU, whose steps read all of the room, reads it in a few milliseconds
+_SHARE = 10  # of the free memory, a tenth, because each step of a GPU reads all of the room
 _MARGIN = 1.25  # of the bytes of a copy: a step needs memory of its own beside the copy
 
 Leaf = Tensor | RowStates | DecodingState
