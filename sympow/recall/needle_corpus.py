@@ -5,7 +5,8 @@ between 64 tokens and the whole row, all orders of magnitude alike. After an ans
 the tasks of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and
 values are words of the prose, of which there are many, so that a model cannot learn them by heart instead of copying.
 Keys, words, numbers and names are never those of the evaluation: its words are left out, and numbers and names have
-other lengths. In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`.
+other lengths. In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`. Some rows begin
+with a statement, without prose before it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ROW_TOKENS = 16_384
 EVERY = 250  # tokens of a row for each fact, if the caller names no other number
 NEAREST = 64  # tokens between the statement and the question of a fact, about, at least
 REPEATED = 8  # one row in so many has a repeated piece of prose
+BEGIN = 4  # one row in so many begins with a statement
 PIECE = (20, 120)  # tokens of this piece
 
 DIGITS = (3, 4, 6, 8, 9)  # of numbers, odd and even counts alike; those of the evaluation have 5 or 7
@@ -93,7 +95,7 @@ _COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purp
 WORDS = tuple(_NOUNS.split())  # for texts with few words
 _SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
 _OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
-_VERSION = "needles-4"  # of the rules in this file; change it if they make other rows
+_VERSION = "needles-5"  # of the rules in this file; change it if they make other rows
 _ENTRY_BYTES = 200  # of memory for each row in the list of rows, at least
 _TOKEN_BYTES = 32  # of memory for each token of a row, at least, while it is made
 
@@ -211,6 +213,9 @@ def needle_row(
             break
         room -= sum(map(len, encoded))
         texts += zip(_places(rng, len(encoded), row_tokens), encoded, strict=True)
+    if rng.integers(BEGIN) == 0:
+        first = min(range(len(texts)), key=lambda i: texts[i][0])
+        texts[first] = 0.0, texts[first][1]
     left = row_tokens - len(start) - sum(len(tokens) for _, tokens in texts)
     sentences = _repeated(prose, left, rng) if rng.integers(REPEATED) == 0 else prose.cut(left, rng)
     last = 1 - len(sentences[-1]) / left  # the end of the row is prose

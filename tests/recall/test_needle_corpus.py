@@ -112,6 +112,15 @@ def test_distances_have_all_orders_of_magnitude_and_facts_their_density(every):
     assert min(shares) > 0.15 and np.mean([d < 32 for d in distances]) < 0.1, (shares, min(distances))
 
 
+def test_some_rows_begin_with_a_statement():
+    """Else a model learns to copy from everywhere but the first words of a text."""
+    statements = [pattern(form.statement) for form in (*FACTS, PASSKEY)]
+    statements += [re.compile(first.replace(".", r"\.").format(name="[A-Z]+", value=r"\w+"))
+                   for first, *_ in needle_corpus.CHAINS]  # fmt: skip
+    begins = [any(each.match(row(seed)) for each in statements) for seed in range(64)]
+    assert 1 / 8 < np.mean(begins) < 1 / 2
+
+
 def test_the_text_goes_on_after_the_last_answer():
     for seed in range(20):
         assert row(seed, 1024).rstrip().endswith("end.")
