@@ -90,11 +90,10 @@ _CAPTURE = threading.Lock()
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Captures what the block launches as a graph, with the options of `torch.cuda.graph`.
 
-    A graph that Python's garbage collector frees would end the capture with an error. So the collector runs before, and
-    not meanwhile, and one thread captures at a time.
+    A graph that Python's garbage collector frees would end the capture with an error. So the collector does not run
+    meanwhile, and one thread captures at a time. It does not run before either: that takes longer than many answers.
     """
     with _CAPTURE:
-        gc.collect()
         enabled = gc.isenabled()
         gc.disable()
         try:

@@ -445,7 +445,8 @@ class Cycle:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_before_a_capture_and_not_meanwhile(monkeypatch, enabled):
+def test_no_garbage_is_collected_for_a_capture_or_meanwhile(monkeypatch, enabled):
+    """A collection takes a quarter of a second where transformers is loaded, which is that of a hundred steps."""
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
     was = gc.isenabled()
     gc.disable()
@@ -453,9 +454,8 @@ def test_garbage_is_collected_before_a_capture_and_not_meanwhile(monkeypatch, en
     if enabled:
         gc.enable()
     try:
-        assert before() is not None
         with pytest.raises(RuntimeError, match="in the block"), capturing(None, pool=1):
-            assert before() is None and not gc.isenabled()
+            assert not gc.isenabled() and (enabled or before() is not None)  # enabled, it may run before the block
             raise RuntimeError("in the block")
         assert gc.isenabled() == enabled
     finally:
