@@ -55,7 +55,7 @@ def test_format_bytes(count, text):
 @pytest.mark.parametrize(
     ("model", "elements"), [("small", 589_824), ("medium", 1_572_864), ("large", 2_949_120), ("xl", 4_915_200)]
 )
-def test_published_state_of_vanilla_linear_attention(model, elements):
+def test_published_state_of_linear_attention(model, elements):
     _, layers, heads = GPT2[model]
     assert layers * cost.power_state(64, 64, 1, kv_heads=heads, normalizer=False) == elements
 
