@@ -24,6 +24,8 @@ from sympow.ops.feature_map import spow_dim
 from sympow.ops.fused.unit_heads import unit_heads
 from sympow.ops.power import check_options
 
+MOST_ROUNDED = 1.9  # beta for keys whose norm is rounded to 16 bits
+
 
 @dataclass
 class PowerDeltaState(MixerState):
@@ -52,7 +54,8 @@ class PowerDeltaAttention(AttentionMixer):
         gate_bias: the initial biases b of the first and the last key/value head, as in `PowerAttention`.
         beta: None: learned, beta_max times sigmoid(W x + b), for every key/value head and token. A number: that number.
         beta_bias: the initial bias b of a learned beta.
-        beta_max: the largest value of a learned beta, at most 2. Above 1 a token can write more than its error.
+        beta_max: the largest value of a learned beta, at most 2. Above 1 a token can write more than its error. For
+            16-bit queries and keys every beta is at most 1.9: their rounded norms would let the state grow.
         offset: c >= 0 of scores ((q . k + c) / (1 + c))**p of queries and keys of norm 1. Their last channel holds it,
             so the state keeps its size, and that channel must not be rotated. With p > 1 and c = 0 a score has no
             gradient where query and key are orthogonal, as most are at the start of training.
@@ -162,9 +165,14 @@ class PowerDeltaAttention(AttentionMixer):
         if self.offset:
             q, k = map(self._with_offset, unit_heads(q[..., :-1], k[..., :-1]))
         if self.beta is None:
-            return q, k, v, self.beta_max * torch.sigmoid(numbers.pop(0)), log_g
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return q, k, v, torch.full(k.shape[:3], self.beta, dtype=dtype, device=x.device), log_g
+            beta = self.beta_max * torch.sigmoid(numbers.pop(0))
+        else:
+            beta = torch.full(
+                k.shape[:3], self.beta, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+            )
+        if max(self.beta or 0.0, self.beta_max) > MOST_ROUNDED and k.dtype.itemsize == 2:
+            beta = beta.clamp(max=MOST_ROUNDED)
+        return q, k, v, beta, log_g
 
     def _with_offset(self, unit: Tensor) -> Tensor:
         """Returns vectors of norm 1 [..., K] for vectors of norm 1 [..., K - 1], with the offset in the last channel.

@@ -28,6 +28,18 @@ def test_the_offset_of_scores(p):
     torch.testing.assert_close(layer.mix(x, None)[:, 1], expected)
 
 
+@pytest.mark.parametrize("options", [{"beta": 2.0}, {"beta_bias": 60.0, "beta_max": 2.0}])
+def test_the_state_does_not_grow_with_rounded_keys(options):
+    """A key whose rounded norm is above 1 comes again and again: beta = 2 multiplies what it wrote by less than -1."""
+    torch.manual_seed(0)
+    layer = PowerDeltaAttention(64, 4, gate=False, rotation="none", short_convolution=0, **options).bfloat16()
+    x = torch.randn(1, 1, 64, dtype=torch.bfloat16).expand(1, 2000, 64)
+    with torch.no_grad():
+        _, state = layer.mix_step(x, layer.mix_state(1))
+        first = layer.heads(x[:, :1])[2]
+    assert state.memory.abs().max() < 10 * first.abs().max()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
