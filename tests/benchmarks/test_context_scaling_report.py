@@ -212,36 +212,39 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert all(len(evidence.losses(each, 4096, MIDDLE)) == 3 for each in context_tables.FIVE)
     gate = loss("softmax_gate", MIDDLE)
     window, power = (loss(each, MIDDLE) / gate for each in ("window", "power"))
-    assert f"{window:.2f} times the loss of gated softmax attention, where p = 2 has {power:.2f} times" in TEXT
+    assert f"{window:.2f} times the loss of gated softmax attention; p = 2 has {power:.2f} times" in TEXT
     names = ("hybrid_heads_delta", "softmax_gate", "hybrid_delta_gate", "window", "power")
     best, control, *others = far = [loss(each, MIDDLE, DOCUMENT) for each in names]
-    assert best == min(far) and f"it has {best:.3f} nats there and gated softmax attention {control:.3f}" in TEXT
-    assert f"(the window {others[1]:.3f})" in TEXT
+    assert (
+        best == min(far) and f"Its loss there is {best:.3f} nats, that of gated softmax attention {control:.3f}" in TEXT
+    )
+    assert f"that of the window {others[1]:.3f}" in TEXT
     control, *faster = (evidence.speed(each, DOCUMENT) for each in ("softmax_gate", "hybrid_heads_delta", "window"))
-    words = "it trains {:.1f} times as fast as gated softmax attention, a window {:.1f} times"
+    words = "it trains {:.1f} times as fast as gated softmax attention, and a window {:.1f} times"
     assert words.format(*(rate / control for rate in faster)) in TEXT
     short = evidence.speed("hybrid_heads_delta", 4096) / evidence.speed("softmax_gate", 4096)
-    assert f"in rows of 4,096 it trains {short:.1f} times as fast" in TEXT
+    assert f"in rows of 4,096 the hybrid trains {short:.1f} times as fast" in TEXT
     bytes_of = [context_tables.sequence_bytes(each, DOCUMENT) / 1e6 for each in names[:2]]
-    assert "for {:.0f} MB instead of {:.0f}".format(*bytes_of) in TEXT
+    assert "It has {:.0f} MB, and gated softmax attention {:.0f}".format(*bytes_of) in TEXT
     long = {each: evidence.losses(each, 16_384, MIDDLE) for each in (*names, "power_delta")}
     window, delta = fmean(long["window"]), fmean(long["power_delta"])
-    assert f"({window:.3f} against {delta:.3f}, three runs and one)" in TEXT and window > delta
+    words = f"the window has {window:.3f} nats after 100 million (three runs), and the delta rule {delta:.3f} (one)"
+    assert words in TEXT and window > delta
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
-    assert f"({window:.3f} against {delta:.3f} nats, one run each)" in TEXT and window > delta
+    assert f"they are level ({window:.3f} and {delta:.3f} nats, one run each)" in TEXT and abs(window - delta) < 0.01
     name = 'heads_delta+options={"offset":0.09}'
     offset = [row["held_out_loss"] for row in known(RESULTS / "learning.csv")
               if (row["variant"], row["tokens"]) == (name, LONG)]  # fmt: skip
     both = fmean(offset)
-    link = "[offset](learning.md#options-that-were-tried)"
-    words = f"{loss('heads_delta', LONG):.3f} nats then (one run), {both:.3f} with {link} (three)"
+    link = "[an offset of the scores](learning.md#options-that-were-tried)"
+    words = f"has {loss('heads_delta', LONG):.3f} (one run), or {both:.3f} with {link} (three)"
     assert words in TEXT and both < delta and len(offset) == 3
-    ratio = fmean(long["hybrid_heads_delta"]) / fmean(long["softmax_gate"])
-    assert f"and {ratio:.3f} times in rows of 16,384 (three pairs each)" in TEXT
-    delta, heads = (loss(each, MIDDLE) / gate for each in ("hybrid_delta_gate", "hybrid_heads_delta"))
-    assert f"five layers the loss is {delta:.2f} times that of gated softmax attention" in TEXT
-    assert f"({heads:.3f} times its loss, three pairs), in 18 MB" in TEXT
-    assert f"{heads:.3f} times the loss of gated softmax attention at 4,096 tokens, and" in TEXT
+    found_ratios = {context: evidence.ratios("hybrid_heads_delta", context, MIDDLE) for context in (4096, 16_384)}
+    texts = {context: interval(ratios).text() for context, ratios in found_ratios.items()}
+    assert {len(ratios) for ratios in found_ratios.values()} == {3}
+    assert f"has {texts[4096]} times its loss (three pairs) and 18 MB in place of 38" in TEXT
+    words = "loss is {} times that of gated softmax attention at 4,096 tokens, and {} times in rows of 16,384 (three"
+    assert words.format(*texts.values()) in TEXT
     many = [Run(each, DOCUMENT, MIDDLE, documents=8) for each in ("power", "softmax")]
     assert f"p = 2 has {found.ratio(*many).text()} times the loss of softmax attention" in TEXT
     assert f"softmax attention had {found.mean(many[1], 'held_out_loss').mean:.3f} nats" in TEXT
