@@ -295,7 +295,7 @@ def graph_running_top_k(
 def scattered(start: int, count: int, device: torch.device) -> Tensor:
     """Returns a number in [0, 1) for each of the positions start .. start + count - 1: a hash of the position."""
     check_float64(device)
-    x = torch.arange(start + 1, start + count + 1, device=device)
-    for factor in (0x45D9F3B, 0x45D9F3B):
-        x = ((x >> 16) ^ x) * factor & 0xFFFFFFFF
+    x = torch.arange(start + 1, start + count + 1, device=device) * 0x9E3779B9 & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # of MurmurHash3
+        x = ((x >> shift) ^ x) * factor & 0xFFFFFFFF
     return ((x >> 16) ^ x).double() / 2**32
