@@ -29,7 +29,7 @@ from sympow.training.devices import resolve_device
 COMMITTED = RESULTS / "ar_hits"
 PAGE = ROOT / "docs" / "results" / "ar-hits.md"
 TABLES = ("run", "slices", "curves")
-EARLIER = {"learning_rate": RATE, "optimizer": "adamw", "changes": None}
+EARLIER = {"learning_rate": 2e-3, "optimizer": "adamw", "changes": None}
 CONTEXT = 1023  # predictions in a row: windows of 1,024 tokens fill the documents
 
 

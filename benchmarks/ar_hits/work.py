@@ -33,7 +33,7 @@ OTHERS = ("base_conv_published", "long_convolution", "h3", "rwkv4", "retnet", "l
 # Changes that make every run one of a second, to try the program out.
 TOY = ("model.d_model=32", "model.n_layers=6", "model.n_heads=2", "training.steps=2", "training.warmup_steps=1",
        "training.batch_size=2")  # fmt: skip
-RATE = 2e-3  # the learning rate of the recipes
+RATE = 8e-3  # the learning rate of the recipes
 GUESS = 30.0  # seconds of a run on an H200, with three beside it
 
 
