@@ -6,28 +6,17 @@ public bucket. With GPT-2's tokenizer.json as data.tokenizer=FILE the trained mo
 shows its use here.
 """
 
+from dataclasses import replace
+
 from sympow.data import DataConfig
 from sympow.models import MixerConfig, preset
-from sympow.recipes.scaling import BLOCK, CONFORMAL, PUBLISHED, UNGATED
+from sympow.recipes.scaling import BLOCK, CONFORMAL, GATED, PUBLISHED, UNGATED
 from sympow.training import RunConfig, TrainingConfig
 
 
 def power() -> RunConfig:
     """The small shape with power attention, p = 2, gated, in its block."""
     return _config("longcrawl64-power", MixerConfig("power", {"p": 2}))
-
-
-def power_ungated() -> RunConfig:
-    """Power attention, p = 2, without a gate and with fixed rotation: sympow as it was first published [SPT].
-
-    eps is 1e-6, scores start at 0 and there is no block, as in the source.
-    """
-    return _config("longcrawl64-power-ungated", MixerConfig("power", PUBLISHED | UNGATED))
-
-
-def conformal() -> RunConfig:
-    """Power attention, p = 2, with gate, rotation, eps and initial scores as in [CST]: conformal sympow."""
-    return _config("longcrawl64-conformal", MixerConfig("power", PUBLISHED | CONFORMAL))
 
 
 def softmax() -> RunConfig:
@@ -43,6 +32,58 @@ def window() -> RunConfig:
 def linear() -> RunConfig:
     """Linear attention in the same block."""
     return _config("longcrawl64-linear", MixerConfig("linear", BLOCK))
+
+
+def power_ungated() -> RunConfig:
+    """Power attention, p = 2, without a gate and with fixed rotation: sympow as it was first published [SPT]."""
+    return _published("power-ungated", MixerConfig("power", PUBLISHED | UNGATED))
+
+
+def power_ungated_p4() -> RunConfig:
+    """Power attention, p = 4, without a gate and with fixed rotation [SPT]."""
+    return _published("power-ungated-p4", MixerConfig("power", PUBLISHED | UNGATED | {"p": 4}))
+
+
+def power_ungated_p6() -> RunConfig:
+    """Power attention, p = 6, without a gate and with fixed rotation [SPT]."""
+    return _published("power-ungated-p6", MixerConfig("power", PUBLISHED | UNGATED | {"p": 6}))
+
+
+def power_gated() -> RunConfig:
+    """Power attention, p = 2, with a gate and fixed rotation, as in [CST]: sympow with gating."""
+    return _published("power-gated", MixerConfig("power", PUBLISHED | GATED))
+
+
+def power_gated_p4() -> RunConfig:
+    """Power attention, p = 4, with a gate and fixed rotation, as in [CST]."""
+    return _published("power-gated-p4", MixerConfig("power", PUBLISHED | GATED | {"p": 4}))
+
+
+def conformal() -> RunConfig:
+    """Power attention, p = 2, with a gate and the rotation of [CST]: conformal sympow."""
+    return _published("conformal", MixerConfig("power", PUBLISHED | CONFORMAL))
+
+
+def conformal_p4() -> RunConfig:
+    """Power attention, p = 4, with a gate and the rotation of [CST]."""
+    return _published("conformal-p4", MixerConfig("power", PUBLISHED | CONFORMAL | {"p": 4}))
+
+
+def softmax_plain() -> RunConfig:
+    """Softmax attention as [SPT] and [CST] compare with: without the block."""
+    return _published("softmax-plain", MixerConfig("softmax"))
+
+
+def _published(name: str, mixer: MixerConfig) -> RunConfig:
+    """Returns a model without a block, eps 1e-6 and scores from 0 on, trained at one rate, as [SPT] and [CST] do.
+
+    [SPT] trains with 4,096 tokens of context. For the other contexts of [CST], change training.context and
+    training.batch_size together.
+    """
+    config = _config(f"longcrawl64-{name}", mixer)
+    training = replace(config.training, context=4096, batch_size=128, micro_batch_size=16, schedule="constant",
+                       warmup_steps=0)  # fmt: skip
+    return replace(config, training=training)
 
 
 def _config(name: str, mixer: MixerConfig) -> RunConfig:

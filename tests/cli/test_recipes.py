@@ -23,10 +23,12 @@ HYBRIDS = ("attention", "softmax_gate", "power", "power_delta", "power_delta_off
            "hyena_w14", "hyena_heads")  # fmt: skip
 CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_random", "control_programmatic",
             "control_learned", "control_learned_row")  # fmt: skip
+PUBLISHED = ("power_ungated", "power_ungated_p4", "power_ungated_p6", "power_gated", "power_gated_p4", "conformal",
+             "conformal_p4", "softmax_plain")  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",
-    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "conformal", "softmax", "window", "linear")),
+    *(f"longcrawl64:{name}" for name in ("power", "softmax", "window", "linear", *PUBLISHED)),
     *(f"scaling:{name}" for name in SCALING),
     *(f"hybrids:{name}" for name in HYBRIDS + CONTROLS),
 ]
@@ -126,14 +128,21 @@ def test_comparisons_differ_in_the_mixer_alone(place):
     assert dataclasses.replace(power, name=softmax.name, model=model) == softmax
 
 
-def test_published_models_have_the_eps_and_scores_of_the_source():
-    """[SPT] divides by the sum and 1e-6, its scores start at 0, and nothing is around its attention; [CST] too."""
-    for name, gated in (("power_ungated", False), ("conformal", True)):
-        options = load_recipe(f"longcrawl64:{name}").model.mixers[0].options
-        assert (options["eps"], options["initial_score"], options["short_convolution"]) == (1e-6, 0.0, 0)
-        assert not options["head_norm"] and not options["output_gate"] and options["rotary_fraction"] == 1.0
-        assert options.get("gate", True) == gated
-        assert options["rotation"] == ("data" if gated else "fixed")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_those_of_the_sources(name):
+    """[SPT] divides by the sum and 1e-6, scores start at 0, nothing is around attention, and the rate is constant."""
+    config = load_recipe(f"longcrawl64:{name}")
+    training, options = config.training, config.model.mixers[0].options
+    assert training.schedule == "constant" and training.warmup_steps == 0
+    assert (training.learning_rate, training.context * training.batch_size) == (6e-4, 524_288)
+    if name == "softmax_plain":
+        assert options == {}
+        return
+    assert (options["eps"], options["initial_score"], options["short_convolution"]) == (1e-6, 0.0, 0)
+    assert not options["head_norm"] and not options["output_gate"] and options["rotary_fraction"] == 1.0
+    assert options.get("gate", True) == ("ungated" not in name)
+    assert options["rotation"] == ("data" if "conformal" in name else "fixed")
+    assert options.get("p", 2) == int(name[-1] if name[-2:-1] == "p" else 2)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
