@@ -160,11 +160,11 @@ def pairs() -> Sweep:
 
 
 def windows() -> Sweep:
-    """Windows and blocked windows of 8 and 32 tokens beside attention (Zoology, Figure 6): an hour of a CPU core.
+    """Windows and blocked windows of 8 and 32 tokens (Zoology, Figure 6), attention, Mamba: hours of a CPU core.
 
     N = 64 with D = 4, three seeds.
     """
-    models = [_behind("attention", "softmax", rotation="none"), *_windows()]
+    models = [_behind("attention", "softmax", rotation="none"), *_windows(), _alone("Mamba", ("mamba", {}))]
     runs = [run for model in models for run in grid(_hybrid_run(model, 64), seeds=(0, 1, 2))]
     return Sweep("mqar-windows", tuple(runs))
 

@@ -34,7 +34,7 @@ RECIPES = [
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 108,
           "heads": 30, "lengths": 60, "equal_state": 144, "relatives": 144, "input_dependent": 1, "filters": 5,
-          "hybrids": 54, "windows": 15, "far": 60, "deep": 864, "published_convolutions": 768,
+          "hybrids": 54, "windows": 18, "far": 60, "deep": 864, "published_convolutions": 768,
           "single_filters": 18, "hybrids_mixed": 48, "offset": 9, "bits": 42, "stacked": 24}  # fmt: skip
 MQAR = [f"mqar:{name}" for name in (*SWEEPS, "equal_state_fla")]  # the last one needs flash-linear-attention
 
