@@ -267,7 +267,7 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
         (["convert", "{}/bare", "--out", "{}/new"], "has no tokenizer.json"),
         (["convert", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["convert", "{}/words", "--out", "{}/new"], "words cannot be used: expected a byte-level BPE"),
-        (["convert", "{}/cut", "--out", "{}/new"], "cut cannot be read: Error while deserializing header"),
+        (["convert", "{}/cut", "--out", "{}/new"], "cut/model.safetensors cannot be read: Error while"),
         (["convert", "{}/swapped", "--out", "{}/new"], "swapped is a model of sympow already; give the"),
         (["convert", "{}/made", "--out", "{}/new"], "made is a model of sympow already; give the pre"),
         (["distill", "{}/swapped", "--teacher", "{}/made", "--out", "{}/new"], "made is a model of sympow already"),
