@@ -290,6 +290,14 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, arguments, message, 
     assert len(lines) == 1 and message in lines[0]
 
 
+def test_a_folder_without_a_tokenizer_is_refused_before_weights_are_read(folder, tmp_path, capsys, monkeypatch):
+    shutil.copytree(folder / "hf", tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    monkeypatch.setattr("sympow.integrations.transformers.pretrained.loading.AutoModelForCausalLM", None)
+    assert main(["convert", str(tmp_path / "bare"), "--out", str(tmp_path / "new")]) == 2
+    assert "bare has no tokenizer.json: a converted model" in capsys.readouterr().err
+
+
 def test_a_killed_conversion_leaves_nothing_in_the_way(folder, tmp_path):
     """Neither of the folder of a run nor of an exported one, of which a part has been written."""
     convert = ["convert", f"{folder}/hf", "--out", f"{tmp_path}/new"]

@@ -532,9 +532,16 @@ def test_shards_that_mislead_are_refused(tmp_path, monkeypatch, change, line):
         (["--pattern", "power*2,window"], "the layers of the model have power attention, kept by the pattern power"),
         (["--pattern", "softmax"], "kept by the pattern power; got 'softmax'"),
         (["--p", "4"], "have power attention with p = 2, which is kept; got p = 4"),
+        (["--unshare"], "have power attention, which is kept, as its key/value heads are"),
+        (["--keep", "1", "--by", __file__], "have power attention, which is kept; --keep is for softmax"),
+        (None, "hf has no tokenizer.json: a converted model"),
     ],
 )
-def test_other_patterns_are_refused(tmp_path, source, options, line, capsys):
+def test_what_cannot_be_done_is_refused_before_weights_are_read(tmp_path, source, monkeypatch, options, line, capsys):
+    monkeypatch.setattr("sympow.integrations.transformers.pretrained.loading.load_power_model", None)
+    if options is None:
+        (source[0] / "tokenizer.json").unlink()
+        options = []
     assert main(["convert", str(source[0]), "--out", str(tmp_path / "run"), *options]) == 2
     error = capsys.readouterr().err
     assert line in error and len(error.splitlines()) == 1
