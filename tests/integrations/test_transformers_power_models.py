@@ -372,6 +372,15 @@ REFUSED = {
     "brumby": [
         ({"rope_theta": None}, "has no rope_theta in its config.json"),
         ({"rope_theta": 0.5}, "has rope_theta = 0.5; expected a number greater than 1"),
+        ({"rope_theta": [1]}, r"hf has rope_theta = \[1\]; expected a number greater than 1"),
+        ({"rope_theta": {}}, "hf has rope_theta = {}; expected a number greater than 1"),
+        ({"rope_theta": 10**400}, "hf has rope_theta = 1000.*; expected a number greater than 1, below 2"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 10**30}},
+            "hf has a rotation with factor = 1000.*; expected a number below 2",
+        ),
+        ({"vocab_size": 10**30}, "hf has vocab_size = 1000.*; expected an integer of at least 1, below 2"),
+        ({"head_dim": 10**30}, "hf has head_dim = 1000.*; expected an integer of at least 1, below 2"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "has several rope_theta: 10000.0, 1000000.0"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "scaled rotation of the type 'longrope'"),
         ({"use_exp": True}, "has use_exp = True; expected False"),

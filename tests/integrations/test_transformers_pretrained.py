@@ -147,6 +147,15 @@ def test_weights_in_the_format_of_pytorch_and_in_shards(folder):
     assert_refused(folder, "expected a file beside it")
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "SmolLM3", "Granite", "Phi-4"])
+@torch.no_grad()
+def test_a_head_dim_of_null_is_none(kind, tmp_path):
+    tokens, model = torch.arange(40)[None], pretrained(kind)
+    model.save_pretrained(tmp_path)
+    rewritten(tmp_path, head_dim=None)
+    assert_close(load_pretrained(tmp_path).model(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+
+
 def test_a_weight_that_the_config_does_not_know_is_refused(folder):
     from safetensors.torch import load_file, save_file
 

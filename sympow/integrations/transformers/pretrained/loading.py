@@ -142,6 +142,8 @@ def _from_folder(source: str | os.PathLike[str], check: Check | None) -> Pretrai
         _check_layers(stored, found, name)
     with reading(source):
         config = AutoConfig.from_pretrained(**where)
+    if vars(config).get("head_dim", 0) is None:  # which transformers takes as absent in some architectures only
+        del config.head_dim
     check_fields(config.to_dict(), name)
     rotation = rotation_options(config, {}, name)
     tokenizer, beside = _tokenizer(source, where, config.vocab_size), _beside(source)

@@ -185,7 +185,6 @@ def _rotation(stored: Mapping[str, Any], head_dim: int, name: str) -> dict[str, 
         raise ValueError(f"{name} has no rope_theta in its config.json, the base of the rotation")
     if len(bases) > 1:
         raise ValueError(f"{name} has several rope_theta: {', '.join(map(str, sorted(bases)))}")
-    check_fields({"model_type": "brumby", "rope_parameters": rope | {"rope_theta": min(bases)}}, name, POWER_MODELS, {})
     scaling = rope_scaling(rope, longest_context(stored), head_dim, name)
     options: dict[str, Any] = {"rope_base": float(min(bases))}
     return options if scaling is None else options | {"rope_scaling": scaling}
