@@ -366,6 +366,17 @@ def test_a_head_that_is_not_the_embedding_to_which_it_is_tied_is_refused(folder)
     assert_refused(model, r"LlamaForCausalLM has tie_word_embeddings = True, and a lm_head\.weight")
 
 
+def test_progress_bars_of_transformers_are_not_shown(folder, capsys):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    load_pretrained(folder)
+    load_causal_lm(folder)
+    assert "%|" not in capsys.readouterr().err and logging.is_progress_bar_enabled()
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert "%|" in capsys.readouterr().err  # of others
+
+
 def test_an_adapter_beside_the_weights_is_refused(folder):
     """transformers would load it too, and its layers in place of the model's."""
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))

@@ -10,6 +10,20 @@ from sympow.layers.registry import UntrustedCodeError
 
 
 @contextmanager
+def without_bars() -> Iterator[None]:
+    """Runs a block without the progress bars of transformers, which would be lines before an error."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
 def reading(source: str | os.PathLike[str]) -> Iterator[None]:
     """Turns the errors of a block that reads a model, or one of its files, into one line that names it.
 

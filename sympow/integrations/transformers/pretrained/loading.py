@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from sympow.data import BPETokenizer
 from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
-from sympow.integrations.transformers.errors import reading
+from sympow.integrations.transformers.errors import reading, without_bars
 from sympow.integrations.transformers.pretrained.config_fields import ARCHITECTURES, IN_GGUF, check_fields
 from sympow.integrations.transformers.pretrained.gguf_file import (
     ROPE_FACTORS,
@@ -158,7 +158,7 @@ def _from_folder(source: str | os.PathLike[str], check: Check | None) -> Pretrai
 
 def _weights(source: str | os.PathLike[str], where: Mapping[str, Any], config: Any) -> dict[str, Tensor]:
     """Reads the weights of a folder, or of an id on the Hub, by their names in transformers."""
-    with reading(source):
+    with reading(source), without_bars():
         model, report = AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=torch.float32, output_loading_info=True
         )
