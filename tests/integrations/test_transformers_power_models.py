@@ -467,6 +467,9 @@ def test_files_that_are_missing_or_cut_are_refused(tmp_path):
     file.unlink()
     with pytest.raises(FileNotFoundError, match=rf"^{index} names the file {file.name}, which is missing$"):
         load_pretrained(folder)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=rf"^{index} is no JSON: "):
+        load_pretrained(folder)
     index.unlink()
     with pytest.raises(FileNotFoundError, match=rf"^{folder} has no weights in the format safetensors"):
         load_pretrained(folder)

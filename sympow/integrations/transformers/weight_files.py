@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from sympow.data.tokenizer_files import json_object
 from sympow.integrations.transformers.errors import reading
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -155,8 +155,7 @@ def optional_file(source: str | os.PathLike[str], name: str) -> Path | None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    content = json.loads(index.read_text(encoding="utf-8"))
-    names = content.get("weight_map") if isinstance(content, dict) else None
+    names = json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ValueError(f"{index} must hold a JSON object with a weight_map")
     for name in names.values():
