@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sympow.cli.options import RUN, AddCommand, Refuse, add_fields, add_number, add_path, add_trust_code
 
 if TYPE_CHECKING:
-    from sympow.models import LanguageModel
+    from sympow.models import LanguageModel, ModelConfig
 
 POWER, WINDOW = 2, 1024  # of new layers, if the command names no others
 
@@ -187,16 +187,21 @@ def convert_model(
     kinds, kept, folder = parse_pattern(pattern), () if keep is None else parse_kept(keep), new_folder(out)
     if by is not None:
         find_texts(by)  # before the model is read
-    pretrained = load_pretrained(source)
-    if pretrained.tokenizer is None:
-        raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
-    model = pretrained.model
+
+    def check(tokenizer: str | None, power: ModelConfig | None) -> None:
+        if tokenizer is None:
+            raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
+        if power is not None and keeps_layers(power, kinds, p, unshare) and kept:
+            raise ValueError("the layers of the model have power attention, which is kept; --keep is for softmax")
+
+    pretrained = load_pretrained(source, check)
+    model, text = pretrained.model, str(pretrained.tokenizer)  # which the check has seen
     if len(set(kinds)) > 1 and len(kinds) > model.config.n_layers:
         raise ValueError(f"the pattern has {len(kinds):,} layers, and {source} has {model.config.n_layers}")
     if kept and by is not None:
         replaced = replaced_layers(model.config, kinds, p=p, window=window, unshare=unshare)
         check_count(len(replaced), len(kept))
-        rows, device = rows_of(by, BPETokenizer(pretrained.tokenizer)), resolve_device("auto")
+        rows, device = rows_of(by, BPETokenizer(text)), resolve_device("auto")
         model.to(device)
         layers = model.config.n_layers
         found = {}
@@ -215,8 +220,8 @@ def convert_model(
         model = swap_mixers(model, kinds, p=p, window=window, unshare=unshare)
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
     config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
-    written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)
-    tokenizer = BPETokenizer(pretrained.tokenizer)
+    written = write_run_folder(folder, config, model, tokenizer=text, beside=pretrained.beside)
+    tokenizer = BPETokenizer(text)
     if tokenizer.normalizes:
         print(f"the tokenizer of {source} puts texts into the Unicode form NFC", file=sys.stderr)
     if tokenizer.strips:

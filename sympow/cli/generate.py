@@ -21,6 +21,8 @@ from sympow.cli.options import (
     share,
 )
 
+STATES = ("float32", "bfloat16", "int8")  # dtypes of context files
+
 _GENERATE = """Reads a prompt in chunks and continues it token by token from the model's state. The text goes to
 standard output, the state's size and the speed go to standard error. With --context the prompt follows the text that
 `sympow read` has read. With --speculate or --draft the model reads several proposed tokens in one step, as long as
@@ -64,7 +66,7 @@ def add(command: AddCommand) -> None:
     add_path(read, "text", "TEXT", "Read this file; - means standard input.")
     add_path(read, "--out", "FILE", "Write this context file.", required=True)
     add_path(read, "--context", "FILE", "Continue from this context file.")
-    read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
+    read.add_argument("--dtype", choices=STATES, default="float32", type=_dtype_of_states,
                       help="Store states in this dtype; float32 is exact (default: float32).")  # fmt: skip
     read.add_argument("--weights-dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     add_number(read, "--chunk", "Read N tokens in each step.", 1024)
@@ -72,6 +74,13 @@ def add(command: AddCommand) -> None:
     read.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
     add_trust_code(read)
     read.set_defaults(execute=run_read)
+
+
+def _dtype_of_states(text: str) -> str:
+    if text in DTYPES and text not in STATES:
+        raise argparse.ArgumentTypeError(f"states are stored in {', '.join(STATES)}, not in {text}; "
+                                         "--weights-dtype is the dtype of weights")  # fmt: skip
+    return text
 
 
 def _check_prompt(options: argparse.Namespace, refuse: Refuse) -> None:

@@ -128,9 +128,11 @@ def load_context(
     """
     header = read_header(path)
     config, weights = known or fingerprint(model)
-    for what, own, its in (("config", config, header.config), ("weights", weights, header.weights)):
-        if own != its:
-            raise ContextError(f"{path} is a context of another model: its {what} differ{'s' * (what == 'config')}")
+    if header.config != config:
+        raise ContextError(f"{path} is a context of another model: its config differs")
+    if header.weights != weights:
+        hint = _other_dtype(path, model.embedding.weight.dtype)
+        raise ContextError(f"{path} is a context of another model: its weights differ{hint}")
     device = model.embedding.weight.device
     try:
         with _safetensors().safe_open(os.fspath(path), "pt") as file:
@@ -146,6 +148,17 @@ def load_context(
     except (*_WRONG, _safetensors().SafetensorError) as error:
         raise ContextError(f"{path} does not hold the states of this model: {_line(error)}") from error
     return Context(state, logits, header.tokens, header.digest)
+
+
+def _other_dtype(path: str | os.PathLike[str], own: torch.dtype) -> str:
+    """Returns how the weights that made a file differ in dtype, as its logits tell; an empty text if they do not."""
+    try:
+        with _safetensors().safe_open(os.fspath(path), "pt") as file:
+            its = file.get_tensor("logits").dtype
+    except (OSError, _safetensors().SafetensorError):  # without logits, too
+        return ""
+    there, here = (str(dtype).removeprefix("torch.") for dtype in (its, own))
+    return "" if its == own else f", {there} there and {here} here (see --weights-dtype of sympow read)"
 
 
 def _check(state: Any, logits: Tensor | None, model: LanguageModel, header: ContextHeader) -> None:

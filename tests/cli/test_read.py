@@ -206,6 +206,8 @@ def test_errors_are_one_line(folder, tmp_path, fails):
     assert "manual.txt is the text itself: --out names a new file" in fails(*start, folder / "manual.txt")
     assert f"{os.devnull} is no regular file: --out names a new file" in fails(*start, os.devnull)
     assert "invalid choice: 'int4'" in fails(*start, out, "--dtype", "int4")
+    line = "states are stored in float32, bfloat16, int8, not in float16; --weights-dtype is the dtype of weights"
+    assert line in fails(*start, out, "--dtype", "float16")
     assert fails("generate", run, "--context", out) == f"no context file at {out}"
     assert read(folder, "power", out) == 0
     assert fails("generate", folder / "hybrid", "--context", out).endswith("another model: its config differs")

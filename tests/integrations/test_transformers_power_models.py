@@ -296,7 +296,8 @@ def test_read_with_weights_in_another_dtype(tmp_path, capsys):
     assert main(["generate", run, "--prompt-file", text, "--dtype", "float32", *command]) == 0
     assert capsys.readouterr().out == "to be or not to be" + found
     assert main(["generate", run, "--context", context, *command]) == 2
-    assert "is a context of another model: its weights differ" in capsys.readouterr().err
+    line = "is a context of another model: its weights differ, float32 there and bfloat16 here (see --weights-dtype of"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -372,6 +373,15 @@ REFUSED = {
     "brumby": [
         ({"rope_theta": None}, "has no rope_theta in its config.json"),
         ({"rope_theta": 0.5}, "has rope_theta = 0.5; expected a number greater than 1"),
+        ({"rope_theta": [1]}, r"hf has rope_theta = \[1\]; expected a number greater than 1"),
+        ({"rope_theta": {}}, "hf has rope_theta = {}; expected a number greater than 1"),
+        ({"rope_theta": 10**400}, "hf has rope_theta = 1000.*; expected a number greater than 1, below 2"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 10**30}},
+            "hf has a rotation with factor = 1000.*; expected a number below 2",
+        ),
+        ({"vocab_size": 10**30}, "hf has vocab_size = 1000.*; expected an integer of at least 1, below 2"),
+        ({"head_dim": 10**30}, "hf has head_dim = 1000.*; expected an integer of at least 1, below 2"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "has several rope_theta: 10000.0, 1000000.0"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "scaled rotation of the type 'longrope'"),
         ({"use_exp": True}, "has use_exp = True; expected False"),
@@ -450,15 +460,83 @@ def test_files_that_are_missing_or_cut_are_refused(tmp_path):
     folder = write(tmp_path / "hf", CONFIGS["brumby"], drawn(CONFIGS["brumby"]))
     file = folder / "model-00002-of-00002.safetensors"
     content = file.read_bytes()
+    index = folder / "model.safetensors.index.json"
     file.write_bytes(content[:-100])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=rf"^{file} cannot be read: Error while"):
         load_pretrained(folder)
     file.unlink()
-    with pytest.raises(FileNotFoundError, match="which is missing"):
+    with pytest.raises(FileNotFoundError, match=rf"^{index} names the file {file.name}, which is missing$"):
         load_pretrained(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(FileNotFoundError, match="has no weights in the format safetensors"):
+    index.write_text("{")
+    with pytest.raises(ValueError, match=rf"^{index} is no JSON: "):
         load_pretrained(folder)
+    index.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"^{folder} has no weights in the format safetensors"):
+        load_pretrained(folder)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    weights = drawn(CONFIGS["brumby"])
+    weights["lm_head.weight"][3, 5] = math.nan
+    folder = write(tmp_path / "hf", CONFIGS["brumby"], weights)
+    with pytest.raises(ValueError, match=rf"^{folder}/{SHARDS[0]} cannot be read: its weight lm_head.weight holds"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_is_not_the_embedding_to_which_it_is_tied_is_refused(tmp_path, kind):
+    config = CONFIGS[kind] | {"tie_word_embeddings": True}
+    weights = drawn(config, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"hf has tie_word_embeddings = True, and a lm_head\.weight that is not its"):
+        load_pretrained(write(tmp_path / "hf", config, weights))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].float()
+    assert load_pretrained(write(tmp_path / "same", config, weights)).model.head is None
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def weight_in_two_shards(folder, weights, index):
+    """The second, which is read last, has other values."""
+    name = next(name for name, file in index.items() if file == SHARDS[0])
+    second = load_file(folder / SHARDS[1]) | {name: weights[name] * 3}
+    save_file(second, folder / SHARDS[1], metadata={"format": "pt"})
+
+
+def names_of_the_other_shard(folder, weights, index):
+    index |= {name: SHARDS[file == SHARDS[0]] for name, file in index.items()}
+
+
+def unknown_name(folder, weights, index):
+    index["model.layers.7.ghost"] = SHARDS[0]
+
+
+def another_whole_file(folder, weights, index):
+    save_file({name: each * 2 for name, each in weights.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (weight_in_two_shards, f"hf has the weight lm_head.weight in two files, {SHARDS[0]} and {SHARDS[1]}$"),
+        (names_of_the_other_shard, rf"index.json names {SHARDS[1]} as the file of .*, which is in {SHARDS[0]}$"),
+        (unknown_name, r"index.json names .* as the file of model.layers.7.ghost, which is in none of its files$"),
+        (
+            another_whole_file,
+            r"hf has model.safetensors and model.safetensors.index.json, of other files; expected one",
+        ),
+    ],
+)
+def test_shards_that_mislead_are_refused(tmp_path, monkeypatch, change, line):
+    monkeypatch.setattr("sympow.integrations.transformers.pretrained.power_models.Undrawn", None)  # no model is made
+    weights = drawn(CONFIGS["brumby"])
+    folder = write(tmp_path / "hf", CONFIGS["brumby"], weights)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    change(folder, weights, index["weight_map"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=line) as error:
+        load_pretrained(folder)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -467,9 +545,16 @@ def test_files_that_are_missing_or_cut_are_refused(tmp_path):
         (["--pattern", "power*2,window"], "the layers of the model have power attention, kept by the pattern power"),
         (["--pattern", "softmax"], "kept by the pattern power; got 'softmax'"),
         (["--p", "4"], "have power attention with p = 2, which is kept; got p = 4"),
+        (["--unshare"], "have power attention, which is kept, as its key/value heads are"),
+        (["--keep", "1", "--by", __file__], "have power attention, which is kept; --keep is for softmax"),
+        (None, "hf has no tokenizer.json: a converted model"),
     ],
 )
-def test_other_patterns_are_refused(tmp_path, source, options, line, capsys):
+def test_what_cannot_be_done_is_refused_before_weights_are_read(tmp_path, source, monkeypatch, options, line, capsys):
+    monkeypatch.setattr("sympow.integrations.transformers.pretrained.loading.load_power_model", None)
+    if options is None:
+        (source[0] / "tokenizer.json").unlink()
+        options = []
     assert main(["convert", str(source[0]), "--out", str(tmp_path / "run"), *options]) == 2
     error = capsys.readouterr().err
     assert line in error and len(error.splitlines()) == 1

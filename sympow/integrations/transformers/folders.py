@@ -19,7 +19,7 @@ from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_be
 from sympow.data.tokens import BYTES_TAG
 from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.errors import reading
+from sympow.integrations.transformers.errors import reading, without_bars
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.integrations.transformers.weight_files import check_finite, check_loaded, check_no_adapter
 from sympow.integrations.transformers.weights import native_name, weights
@@ -123,7 +123,7 @@ def load_exported(folder: Path) -> LanguageModel:
     and of `reading`, such as ValueError for a file of weights that is cut.
     """
     _check_type(folder)
-    with reading(folder):
+    with reading(folder), without_bars():
         check_no_adapter(folder)
         options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
         model, report = SympowForCausalLM.from_pretrained(folder, **options)

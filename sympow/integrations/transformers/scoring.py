@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from sympow.data.tokenizer_files import json_object
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.errors import reading
+from sympow.integrations.transformers.errors import reading, without_bars
 from sympow.integrations.transformers.pretrained.power_models import POWER_MODELS
 from sympow.integrations.transformers.weight_files import check_loaded
 
@@ -72,7 +72,7 @@ def load_causal_lm(
         kind = json_object(Path(path) / "config.json").get("model_type")
     if kind in POWER_MODELS:
         raise ValueError(f"{path}: transformers does not read {kind} models, of which `sympow convert` makes a run")
-    with reading(path):
+    with reading(path), without_bars():
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
         )

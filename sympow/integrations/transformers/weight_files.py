@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -13,6 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
+
+from sympow.data.tokenizer_files import json_object
+from sympow.integrations.transformers.errors import reading
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -96,32 +98,53 @@ def stored_weights(source: str | os.PathLike[str]) -> dict[str, Stored] | None:
     Of the files that transformers would read, only the headers are read. Files in the format of PyTorch are read
     without memory for their tensors, and run no code.
 
-    Raises ValueError for an index that names files elsewhere, and for weights that are larger than their files; the
-    errors of safetensors and PyTorch for files that are cut.
+    Raises ValueError for an index that names files elsewhere or that does not fit its files, and for weights that are
+    larger than their files; the errors of `reading`, such as ValueError for files that are cut.
     """
     for whole in _WHOLE:
-        if (files := _files(source, whole)) is not None:
-            return _described(files)
+        if (files := _by_file(source, whole)) is not None:
+            return {key: each for some in files.values() for key, each in some.items()}
     return None
 
 
-def safetensors_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Returns the files of weights in the format safetensors, of a folder or of an id on the Hub.
+def safetensors_files(source: str | os.PathLike[str]) -> dict[Path, dict[str, Stored]]:
+    """Describes the weights in every file of the format safetensors, of a folder or of an id on the Hub, by name.
 
-    Raises FileNotFoundError where there are none, and ValueError for an index that names files elsewhere.
+    Raises FileNotFoundError where there are none, ValueError for an index beside a whole file, and the errors of
+    `stored_weights`.
     """
-    files = _files(source, _WHOLE[0])
+    index = f"{_WHOLE[0]}.index.json"
+    if all(optional_file(source, name) is not None for name in (_WHOLE[0], index)):
+        raise ValueError(f"{source} has {_WHOLE[0]} and {index}, of other files; expected one of the two")
+    files = _by_file(source, _WHOLE[0])
     if files is None:
         raise FileNotFoundError(f"{source} has no weights in the format safetensors, {_WHOLE[0]} or its index")
     return files
 
 
-def _files(source: str | os.PathLike[str], whole: str) -> list[Path] | None:
-    """Returns the file `whole`, or those that its index names; None where neither is there."""
+def _by_file(source: str | os.PathLike[str], whole: str) -> dict[Path, dict[str, Stored]] | None:
+    """Describes the weights in the file `whole`, or in those that its index names; None where neither is there."""
     if (file := optional_file(source, whole)) is not None:
-        return [file]
-    index = optional_file(source, f"{whole}.index.json")
-    return None if index is None else [_shard(source, index, name) for name in _shards(index)]
+        return {file: _described(file)}
+    if (index := optional_file(source, f"{whole}.index.json")) is None:
+        return None
+    names = _weight_map(index)
+    files = {shard: _described(shard) for shard in (_shard(source, index, name) for name in sorted({*names.values()}))}
+    _check_index(index, names, files)
+    return files
+
+
+def _check_index(index: Path, names: Mapping[str, str], files: Mapping[Path, Mapping[str, Stored]]) -> None:
+    """Raises ValueError for a weight that is in two files, and for one that is not in the file that an index names."""
+    found: dict[str, str] = {}
+    for file, weights in files.items():
+        for key in weights:
+            if found.setdefault(key, file.name) != file.name:
+                raise ValueError(f"{index.parent} has the weight {key} in two files, {found[key]} and {file.name}")
+    for key, name in names.items():
+        if found.get(key) != name:
+            where = found.get(key, "none of its files")
+            raise ValueError(f"{index} names {name} as the file of {key}, which is in {where}")
 
 
 def optional_file(source: str | os.PathLike[str], name: str) -> Path | None:
@@ -131,15 +154,14 @@ def optional_file(source: str | os.PathLike[str], name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _shards(index: Path) -> list[str]:
-    content = json.loads(index.read_text(encoding="utf-8"))
-    names = content.get("weight_map") if isinstance(content, dict) else None
+def _weight_map(index: Path) -> dict[str, str]:
+    names = json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ValueError(f"{index} must hold a JSON object with a weight_map")
     for name in names.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{index} names the file {name!r}; expected a file beside it")
-    return sorted(set(names.values()))
+    return names
 
 
 def _shard(source: str | os.PathLike[str], index: Path, name: str) -> Path:
@@ -149,15 +171,12 @@ def _shard(source: str | os.PathLike[str], index: Path, name: str) -> Path:
     return file
 
 
-def _described(files: list[Path]) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
-    for file in files:
-        found |= in_safetensors(file) if file.suffix == ".safetensors" else _in_archive(file)
-    return found
+def _described(file: Path) -> dict[str, Stored]:
+    with reading(file):
+        return _in_safetensors(file) if file.suffix == ".safetensors" else _in_archive(file)
 
 
-def in_safetensors(file: Path) -> dict[str, Stored]:
-    """Describes the weights in a file of the format safetensors, by name. Raises the errors of safetensors."""
+def _in_safetensors(file: Path) -> dict[str, Stored]:
     with safe_open(file, "pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: Stored(tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}

@@ -24,6 +24,7 @@ _SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+_BOUND = 2**63  # of numbers that torch takes
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _EXPECTED = {
     "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "pretraining_tp": 1, "is_encoder_decoder":
@@ -58,8 +59,8 @@ def check_fields(
         value = config.get(field, 1)
         if value is None and field in _OPTIONAL_SIZES:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} has {field} = {value!r}; expected an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _BOUND:
+            raise ValueError(f"{name} has {field} = {value!r:.60}; expected an integer of at least 1, below 2**63")
     for field in ("dtype", "torch_dtype"):
         value = config.get(field)
         named = getattr(torch, value, None) if isinstance(value, str) else value
@@ -87,6 +88,7 @@ def check_fields(
         raise ValueError(f"{name} has no_rope_layers = {str(rotated)[:60]}; expected 0 or 1 for each layer")
     if rotated is not None and len(rotated) != config.get("num_hidden_layers", len(rotated)):
         raise ValueError(f"{name} has {config['num_hidden_layers']} layers, and no_rope_layers of {len(rotated)}")
+    _check_base(config.get("rope_theta"), name)
     for field in ("rope_parameters", "rope_scaling"):
         if config.get(field) is not None:
             _check_rope(config[field], name, partial=kind == "phi3")
@@ -114,9 +116,15 @@ def _check_rope(rope: Any, name: str, partial: bool = True) -> None:
     share = rope.get("partial_rotary_factor", 1.0)
     if not isinstance(share, int | float) or not 0 < share <= 1 or (share != 1 and not partial):
         raise ValueError(f"{name} rotates a part of the channels only, {share!r} of them")
-    base = rope.get("rope_theta")
-    if base is not None and (not isinstance(base, int | float) or isinstance(base, bool) or not 1 < base < math.inf):
-        raise ValueError(f"{name} has rope_theta = {base!r}; expected a number greater than 1")
+    _check_base(rope.get("rope_theta"), name)
+    for field, value in rope.items():
+        if isinstance(value, int | float) and abs(value) >= _BOUND:
+            raise ValueError(f"{name} has a rotation with {field} = {value!r:.60}; expected a number below 2**63")
+
+
+def _check_base(base: Any, name: str) -> None:
+    if base is not None and (not isinstance(base, int | float) or isinstance(base, bool) or not 1 < base < _BOUND):
+        raise ValueError(f"{name} has rope_theta = {base!r:.60}; expected a number greater than 1, below 2**63")
 
 
 def rope_scaling(rope: Mapping[str, Any], longest: int, turning: int, name: str) -> dict[str, Any] | None:

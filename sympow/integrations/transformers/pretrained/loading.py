@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from sympow.data import BPETokenizer
 from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
-from sympow.integrations.transformers.errors import reading
+from sympow.integrations.transformers.errors import reading, without_bars
 from sympow.integrations.transformers.pretrained.config_fields import ARCHITECTURES, IN_GGUF, check_fields
 from sympow.integrations.transformers.pretrained.gguf_file import (
     ROPE_FACTORS,
@@ -47,7 +47,10 @@ from sympow.integrations.transformers.weight_files import (
     optional_file,
     stored_weights,
 )
-from sympow.models import LanguageModel
+from sympow.models import LanguageModel, ModelConfig
+
+Check = Callable[[str | None, ModelConfig | None], None]
+"""Refuses a model before its weights are read, by its tokenizer.json, and by its config if it has power attention."""
 
 
 class Pretrained(NamedTuple):
@@ -65,7 +68,7 @@ class Pretrained(NamedTuple):
     context: int
 
 
-def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrained:
+def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel, check: Check | None = None) -> Pretrained:
     """Reads a pretrained model into the llama body with softmax attention. The logits are the same.
 
     Brumby and PowerCoder, which have power attention already, keep it; see `load_power_model`.
@@ -77,6 +80,7 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         source: a folder of Hugging Face transformers, the path of a GGUF file, which is dequantized and needs the
             package gguf, an id on the Hugging Face Hub, or a model of transformers in memory, which comes without a
             tokenizer.
+        check: called before weights of a folder or an id are read; what it raises is raised.
 
     Raises FileNotFoundError for a file that is missing, ValueError for a file that is cut, for another architecture,
     for layers that are quantized, for a tokenizer that is no byte-level BPE, for one with more tokens than the model,
@@ -85,7 +89,7 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
     """
     if isinstance(source, PreTrainedModel):
         return _from_memory(source)
-    return _from_gguf(source) if Path(source).suffix == ".gguf" else _from_folder(source)
+    return _from_gguf(source) if Path(source).suffix == ".gguf" else _from_folder(source, check)
 
 
 def _from_memory(model: PreTrainedModel) -> Pretrained:
@@ -119,15 +123,17 @@ def _from_gguf(source: str | os.PathLike[str]) -> Pretrained:
     return Pretrained(native_model(config, rotation, weights, name), tokenizer, beside, config.max_position_embeddings)
 
 
-def _from_folder(source: str | os.PathLike[str]) -> Pretrained:
+def _from_folder(source: str | os.PathLike[str], check: Check | None) -> Pretrained:
     """Reads the model of a folder, or of an id on the Hub."""
     where, name = _place(source), str(source)
     stored = _stored_config(source, where)
     with reading(source):
         check_no_adapter(source)
     if stored.get("model_type") in POWER_MODELS:
-        vocabulary = power_config(stored, True, name).vocab_size
-        tokenizer, beside = _tokenizer(source, where, vocabulary), _beside(source)
+        power = power_config(stored, True, name)
+        tokenizer, beside = _tokenizer(source, where, power.vocab_size), _beside(source)
+        if check is not None:
+            check(tokenizer, power)
         return Pretrained(load_power_model(source, stored), tokenizer, beside, longest_context(stored))
     check_fields(stored, name, (*ARCHITECTURES, *POWER_MODELS))
     with reading(source):
@@ -136,9 +142,13 @@ def _from_folder(source: str | os.PathLike[str]) -> Pretrained:
         _check_layers(stored, found, name)
     with reading(source):
         config = AutoConfig.from_pretrained(**where)
+    if vars(config).get("head_dim", 0) is None:  # which transformers takes as absent in some architectures only
+        del config.head_dim
     check_fields(config.to_dict(), name)
     rotation = rotation_options(config, {}, name)
     tokenizer, beside = _tokenizer(source, where, config.vocab_size), _beside(source)
+    if check is not None:
+        check(tokenizer, None)
     if found is not None:
         _check_stored({key: each.shape for key, each in found.items()}, config, name)
         check_dtypes(found, name)
@@ -148,7 +158,7 @@ def _from_folder(source: str | os.PathLike[str]) -> Pretrained:
 
 def _weights(source: str | os.PathLike[str], where: Mapping[str, Any], config: Any) -> dict[str, Tensor]:
     """Reads the weights of a folder, or of an id on the Hub, by their names in transformers."""
-    with reading(source):
+    with reading(source), without_bars():
         model, report = AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=torch.float32, output_loading_info=True
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from sympow.integrations.transformers.weight_files import (
     FLOATS,
     check_dtypes,
     check_finite,
-    in_safetensors,
     safetensors_files,
 )
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
@@ -126,28 +126,23 @@ def load_power_model(source: str | os.PathLike[str], stored: Mapping[str, Any]) 
 
     Returns the model in evaluation mode.
 
-    Raises the errors of `power_config` and of `reading`, FileNotFoundError without weights in this format, and
-    ValueError for weights that are missing, unknown, quantized, or of another shape than the config describes, before
-    memory is allocated.
+    Raises the errors of `power_config`, of `safetensors_files` and of `reading`, and, before memory is allocated for
+    the model, ValueError for weights that are missing, unknown, quantized, or of another shape than the config
+    describes, and for a head that is not the embedding to which it is tied.
     """
     name = str(source)
     with reading(source):
         files = safetensors_files(source)
-    found: dict[str, tuple[int, ...]] = {}
-    dtypes: set[torch.dtype] = set()
-    for file in files:
-        with reading(file):
-            # Frequencies of the rotation, which old checkpoints contain, are not read.
-            stored_here = {key: each for key, each in in_safetensors(file).items()
-                           if not key.endswith("rotary_emb.inv_freq")}  # fmt: skip
-        check_dtypes(stored_here, name)
-        found |= {key: each.shape for key, each in stored_here.items()}
-        dtypes |= {FLOATS[each.dtype] for each in stored_here.values()}
+    # Frequencies of the rotation, which old checkpoints contain, are not read.
+    where = {key: file for file, weights in files.items() for key in weights if not key.endswith("rotary_emb.inv_freq")}
+    found = {key: files[file][key] for key, file in where.items()}
+    check_dtypes(found, name)
     config = power_config(stored, "lm_head.weight" in found, name)
-    if config.tie_embeddings:
-        found.pop("lm_head.weight", None)
-    check_shapes(_described(stored, config), found, name)
-    model = Undrawn(config, dtype=_widest(dtypes))
+    head = found.pop("lm_head.weight", None) if config.tie_embeddings else None
+    check_shapes(_described(stored, config), {key: each.shape for key, each in found.items()}, name)
+    if head is not None:
+        _check_tied(where, name)
+    model = Undrawn(config, dtype=_widest({FLOATS[each.dtype] for each in found.values()}))
     own = dict(model.named_parameters())
     with torch.no_grad():
         for key, parameter in own.items():
@@ -158,9 +153,21 @@ def load_power_model(source: str | os.PathLike[str], stored: Mapping[str, Any]) 
                 for key in opened.keys():  # noqa: SIM118
                     if key in found:
                         weight = opened.get_tensor(key)
-                        check_finite(weight, key, name)
+                        check_finite(weight, key, str(file))
                         place(key, weight, own, config)
     return model.eval()
+
+
+def _check_tied(where: Mapping[str, Path], name: str) -> None:
+    """Raises ValueError for a head that is not the embedding to which it is tied; `where`: the files of weights."""
+    pair = []
+    for key in ("lm_head.weight", "model.embed_tokens.weight"):
+        with reading(where[key]), safe_open(where[key], "pt") as opened:
+            pair.append(opened.get_tensor(key))
+    head, embedding = pair
+    wider = torch.promote_types(head.dtype, embedding.dtype)
+    if not torch.equal(head.to(wider), embedding.to(wider)):
+        raise ValueError(f"{name} has tie_word_embeddings = True, and a lm_head.weight that is not its embedding")
 
 
 def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
@@ -178,7 +185,6 @@ def _rotation(stored: Mapping[str, Any], head_dim: int, name: str) -> dict[str, 
         raise ValueError(f"{name} has no rope_theta in its config.json, the base of the rotation")
     if len(bases) > 1:
         raise ValueError(f"{name} has several rope_theta: {', '.join(map(str, sorted(bases)))}")
-    check_fields({"model_type": "brumby", "rope_parameters": rope | {"rope_theta": min(bases)}}, name, POWER_MODELS, {})
     scaling = rope_scaling(rope, longest_context(stored), head_dim, name)
     options: dict[str, Any] = {"rope_base": float(min(bases))}
     return options if scaling is None else options | {"rope_scaling": scaling}
