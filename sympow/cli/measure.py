@@ -375,7 +375,7 @@ def evaluate_runs(
     from sympow.evaluation import Curve, context_losses
     from sympow.progress import Progress
     from sympow.training import override
-    from sympow.training.runs import OPENING, tell_remarks
+    from sympow.training.runs import OPENING, tell_changed, tell_remarks
 
     opened: dict[str, Corpus] = {}
     curves: list[Curve] = []
@@ -389,6 +389,8 @@ def evaluate_runs(
             tell_remarks(splits)
             opened[str(config)] = splits.held_out
         first, held_out = next(iter(opened.values())), opened[str(config)]
+        if not data:
+            tell_changed(label, run.held_out, held_out)
         if held_out.fingerprint != first.fingerprint:
             print(f"{label} is evaluated on other held-out documents than {curves[0].run}, so that their losses cannot "
                   "be compared: --data gives all runs the same", file=sys.stderr)  # fmt: skip

@@ -18,7 +18,7 @@ from sympow.evaluation.ar_hits_text import Example, example
 from sympow.progress import Progress
 from sympow.recall.probe import PAIRS, Probed, fitting, probe
 from sympow.training import override
-from sympow.training.runs import OPENING, tell_remarks
+from sympow.training.runs import OPENING, tell_changed, tell_remarks
 
 _SAID = {
     "all": "all tokens",
@@ -154,6 +154,8 @@ def measure(
     for label, each in models.items():
         if vocab_size > each.vocab_size:
             raise ValueError(f"the corpus has {vocab_size:,} different tokens; {label} knows {each.vocab_size:,}")
+        if not data and each.data == first.data:
+            tell_changed(label, each.held_out, splits.held_out)
     held_out, chosen = splits.held_out, choose_rows(splits.held_out, context, rows)
     counting = None if quiet else "counting bigrams"
     counts = count_bigrams(splits.train, vocab_size, tokens=count_tokens, progress=counting)

@@ -25,6 +25,7 @@ class Scored(NamedTuple):
         tokenizer: the tokenizer; None if the tokens have no text.
         data: the data config of the run; None if it is not known.
         context: the tokens of a sequence that the model was trained on, or can read at most; None if not known.
+        held_out: the fingerprint of the documents that were held out in its training; None if it is not known.
     """
 
     model: Any
@@ -32,6 +33,7 @@ class Scored(NamedTuple):
     tokenizer: Tokenizer | None
     data: DataConfig | None
     context: int | None
+    held_out: str | None = None
 
 
 def load_scored(paths: Sequence[str], device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Scored]:
@@ -54,7 +56,8 @@ def _load(path: str, device: torch.device, dtype: torch.dtype | None) -> Scored:
         tokenizer = saved_tokenizer(Path(path), loaded.vocab_size)
         return Scored(loaded, loaded.vocab_size, tokenizer, None, loaded.longest)
     run = load(path, device, dtype)
-    return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)
+    return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context,
+                  run.held_out)  # fmt: skip
 
 
 def _is_of_transformers(folder: Path) -> bool:

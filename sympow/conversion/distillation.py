@@ -18,6 +18,7 @@ from sympow.data import BPETokenizer, Tokenizer
 from sympow.layers.blocked_window import BlockedWindowAttention
 from sympow.layers.window import WindowAttention
 from sympow.models import LanguageModel
+from sympow.models.context_file import fingerprint
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load, load_model, run
 from sympow.training.ranks import TokenRows
 from sympow.training.run_folder import folder_of
@@ -53,6 +54,7 @@ class Distillation:
         compile: bool = False,
     ):
         self._config, self._steps, self._seed = config, steps, seed
+        self._identity = fingerprint(teacher)[1]
         self._teacher = teacher.to(device).eval().requires_grad_(False)
         if compile:
             self._teacher.compile_parts()
@@ -61,6 +63,11 @@ class Distillation:
     def reference(self) -> LanguageModel:
         """Returns the teacher, whose held-out loss the metrics contain too."""
         return self._teacher
+
+    @property
+    def identity(self) -> str:
+        """Returns a hash of the teacher's weights."""
+        return self._identity
 
     def stage(self, step: int) -> tuple[int, int]:
         """Returns the stage of a step (counted from 0) as a number from 1, and the first step of the stage."""
@@ -176,12 +183,12 @@ def load_teacher(source: str) -> LanguageModel:
 
 def _teacher_and_tokenizer(source: str) -> tuple[LanguageModel, Tokenizer | None]:
     if (Path(source) / "checkpoints").is_dir():
-        model, tokenizer, _ = load(source)
-        return model, tokenizer
+        loaded = load(source)
+        return loaded.model, loaded.tokenizer
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
 
-    loaded = load_pretrained(source)
-    return loaded.model.float(), None if loaded.tokenizer is None else BPETokenizer(loaded.tokenizer)
+    read = load_pretrained(source)
+    return read.model.float(), None if read.tokenizer is None else BPETokenizer(read.tokenizer)
 
 
 def _open_lesson(run: RunConfig, config: DistillationConfig, device: torch.device) -> Lesson:

@@ -56,6 +56,11 @@ class Objective(Protocol):
         """Returns the model whose held-out loss is reported beside that of the trained model."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """Returns a hash of the reference, which is another one for other weights. A run goes on with the same."""
+        ...
+
     def stage(self, step: int) -> tuple[int, int]:
         """Returns the stage of an optimizer step (counted from 0) as a number from 1, and the stage's first step."""
         ...

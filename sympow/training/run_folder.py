@@ -202,12 +202,16 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 class LoadedModel(NamedTuple):
-    """Holds a trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for."""
+    """Holds a trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for.
+
+    `held_out` is the fingerprint of the documents that were held out then; None if it is not known.
+    """
 
     model: LanguageModel
     config: RunConfig
     run_dir: Path
     step: int
+    held_out: str | None
 
 
 def load_model(
@@ -241,7 +245,9 @@ def load_model(
     with torch.device("meta"):
         model = Undrawn(config.model)
     restore_model(model, checkpoint.model, file, dtype=_dtype(checkpoint.model) if dtype is None else dtype)
-    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step)
+    batches = checkpoint.data.get("held_out")
+    held_out = batches.get("corpus") if isinstance(batches, dict) else None
+    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step, held_out)
 
 
 def _dtype(weights: Mapping[str, Any]) -> torch.dtype:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.data import Batches, ByteTokenizer, DataConfig, Splits, Tokenizer, load_tokenizer, open_corpus
+from sympow.data import Batches, ByteTokenizer, Corpus, DataConfig, Splits, Tokenizer, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
 from sympow.ops.memory import check_memory
@@ -37,11 +37,15 @@ class Lesson(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Holds a trained model in evaluation mode, its tokenizer (None for tokens without text), its config."""
+    """Holds a trained model in evaluation mode, its tokenizer (None for tokens without text), its config.
+
+    `held_out` is the fingerprint of the documents that were held out in its training; None if it is not known.
+    """
 
     model: LanguageModel
     tokenizer: Tokenizer | None
     config: RunConfig
+    held_out: str | None
 
 
 def run(
@@ -93,7 +97,10 @@ def run(
                 batches, held_out = _open_batches(config, folder, save=ranks.main)
             start, objective = Lesson() if lesson is None else lesson(device)
             if config.start is not None and not latest_step(folder):
-                start = load_model(config.start).model.state_dict()
+                begun = load_model(config.start)
+                start = begun.model.state_dict()
+                if ranks.main and config.data == begun.config.data:
+                    tell_changed(config.start, begun.held_out, held_out.corpus)
             return train(
                 config, batches, folder, held_out=held_out, start=start, objective=objective, quiet=quiet, ranks=ranks
             )
@@ -146,7 +153,7 @@ def load(
     if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
         file = loaded.run_dir / TOKENIZER
         raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
-    return Run(loaded.model, tokenizer, loaded.config)
+    return Run(loaded.model, tokenizer, loaded.config, loaded.held_out)
 
 
 def saved_tokenizer(run_dir: Path, vocab_size: int | None = None) -> Tokenizer | None:
@@ -159,6 +166,19 @@ def tell_remarks(splits: Splits) -> None:
     """Prints on stderr what was left out of the data. A run with `quiet` shows it too, as it changes the result."""
     for line in splits.remarks:
         print(line, file=sys.stderr)
+
+
+def tell_changed(name: str, held_out: str | None, now: Corpus) -> None:
+    """Prints a line on stderr if other documents are held out now than in the training of a model.
+
+    Args:
+        name: of the model.
+        held_out: the fingerprint of the documents that were held out then; None if it is not known.
+        now: those of the same data config now.
+    """
+    if held_out not in (None, now.fingerprint):
+        print(f"the documents have changed since the training of {name}, so that it may have been trained on some of "
+              "those that are held out now; held_out_path can name others", file=sys.stderr)  # fmt: skip
 
 
 def _check_pass(config: RunConfig, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from sympow.training.devices import resolve_device
 from sympow.training.interrupt import StopRequest
 from sympow.training.loop import Objective, run_steps, shows_divergence
 from sympow.training.metrics import MetricsWriter
-from sympow.training.optimizer import learning_rate, make_optimizer
+from sympow.training.optimizer import LEAST_SIDE, learning_rate, make_optimizer, muon_weights
 from sympow.training.ranks import Ranks, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
 from sympow.training.step import Pass, RowSource, StepNumbers, cut_rows, held_out_loss, make_pass, train_step
@@ -163,7 +164,10 @@ class _Training:
         self.peak = peak_flops(device, self.settings.precision)
         prepare(model, config, ranks)
         self.optimizer = make_optimizer(model, self.settings)
-        checkpoint = _restore(run_dir, config, batches, held_out, model, self.optimizer, device, ranks)
+        if self.settings.optimizer == "muon" and ranks.main and not muon_weights(model):
+            least = f"at least {LEAST_SIDE} rows and columns"
+            print(f"Muon moves matrices of {least}, and the model trains none; AdamW moves all", file=sys.stderr)
+        checkpoint = _restore(run_dir, config, batches, held_out, model, self.optimizer, objective, device, ranks)
         self.continues, self.resumed = checkpoint is not None, checkpoint.step if checkpoint else 0
         self.tokens, self.seconds = (checkpoint.tokens, checkpoint.seconds) if checkpoint else (0, 0.0)
         self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
@@ -339,6 +343,8 @@ class _Training:
         data = {"batches": self.batches.state(), "position": done * self.settings.passes_per_step}
         if self.held_out is not None:
             data["held_out"] = self.held_out.state()
+        if self.objective is not None:
+            data["reference"] = self.objective.identity
         checkpoint = Checkpoint(
             config=self.config.to_dict(),
             model=self.model.state_dict(),
@@ -360,6 +366,7 @@ def _restore(
     held_out: RowSource | None,
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
+    objective: Objective | None,
     device: torch.device,
     ranks: Ranks,
 ) -> Checkpoint | None:
@@ -369,15 +376,22 @@ def _restore(
         return None
     checkpoint = load_header(path)
     check_config(checkpoint.config, config, path)
-    batches.check_state(checkpoint.data.get("batches", {}))
+    checked = [("documents", batches, checkpoint.data.get("batches", {}))]
     if held_out is not None and "held_out" in checkpoint.data:  # older checkpoints do not tell
+        checked.append(("held-out documents", held_out, checkpoint.data["held_out"]))
+    for what, rows, stored in checked:
         try:
-            held_out.check_state(checkpoint.data["held_out"])
+            rows.check_state(stored)
         except ValueError as error:
             raise ValueError(
-                f"held-out documents: {error}; give the earlier ones, remove the run (--restart), or give another "
-                "folder (--out)"
+                f"{what}: {error}; give the earlier ones, remove the run (--restart), or give another folder (--out)"
             ) from None
+    reference = checkpoint.data.get("reference")  # older checkpoints do not tell
+    if objective is not None and reference not in (None, objective.identity):
+        raise ValueError(
+            f"the weights of the teacher have changed since step {checkpoint.step:,}; restore them, remove the run "
+            "(--restart), or give another folder (--out)"
+        )
     position = checkpoint.step * config.training.passes_per_step
     if checkpoint.data.get("position") != position:
         raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")

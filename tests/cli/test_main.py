@@ -167,6 +167,26 @@ def test_evaluate_says_that_runs_have_other_held_out_documents(folder, tmp_path,
     assert "other held-out documents" not in capsys.readouterr().err
 
 
+def test_documents_that_changed_since_the_training_are_told(tmp_path, capsys, monkeypatch):
+    """The held-out ones are chosen anew, and a model may have been trained on some of them."""
+    monkeypatch.chdir(tmp_path)
+    documents = [f"def f{i}(): return {i}\n" * 20 for i in range(12)]
+    with finished_runs(tmp_path, documents, names=("power",)):
+        said = "the documents have changed since the training of power, so"
+        evaluate = ["evaluate", "power", "--context", "32"]
+        hits = ["ar-hits", "power", "--context", "32", "--count-tokens", "200"]
+        words = (evaluate, hits, ["train", "--from", "power", "training.steps=2", "--quiet", "--out"])
+        for changed in (False, True):
+            for number, command in enumerate(words):
+                new = [f"new{changed}"] if command[0] == "train" else []
+                assert main([*command, *new]) == 0
+                assert (said in capsys.readouterr().err) == changed, (number, changed)
+            for i in range(3):
+                (tmp_path / "corpus" / f"!{i}.txt").write_text("x = 1\n" * 9)
+        assert main([*evaluate, "--data", "held_out_path=corpus/!0.txt"]) == 0
+        assert said not in capsys.readouterr().err
+
+
 def test_evaluate_on_other_data_and_by_default_beyond_the_trained_context(folder, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("other words than those " * 100)
     assert main(["evaluate", str(folder / "power"), "--data", f"held_out_path={tmp_path}/other.txt"]) == 0

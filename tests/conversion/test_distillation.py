@@ -95,6 +95,18 @@ def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path, mo
         assert timeless(distilled_so(folder)) == timeless(whole)
 
 
+def test_a_run_goes_on_with_the_teacher_that_it_had(tmp_path):
+    """Not with another one at the same path."""
+    distilled(tmp_path / "run", keep_checkpoints=9)
+    for file in list_checkpoints(tmp_path / "run")[1:]:
+        file.unlink()
+    config, batches, student = job(keep_checkpoints=9)
+    other = Distillation(config.distillation, STEPS, teacher(scale=0.2), torch.device("cpu"))
+    start = student.state_dict()
+    with pytest.raises(ValueError, match="the weights of the teacher have changed since step 2; restore them, remove"):
+        train(config, batches, tmp_path / "run", held_out=batches, start=start, objective=other, quiet=True)
+
+
 @pytest.mark.parametrize("kind", ["power", "delta"])
 def test_layers_and_predictions_approach_the_teacher(tmp_path, kind):
     stages = DistillationConfig("start", "teacher", layer_steps=STEPS)
