@@ -36,16 +36,20 @@ class Lesson(NamedTuple):
     objective: Objective | None = None
 
 
-class Run(NamedTuple):
-    """Holds a trained model in evaluation mode, its tokenizer (None for tokens without text), its config.
-
-    `held_out` is the fingerprint of the documents that were held out in its training; None if it is not known.
-    """
-
+class _Parts(NamedTuple):
     model: LanguageModel
     tokenizer: Tokenizer | None
     config: RunConfig
-    held_out: str | None
+
+
+class Run(_Parts):
+    """Holds a trained model in evaluation mode, its tokenizer (None for tokens without text), its config.
+
+    It is a tuple of these three. `held_out` is the fingerprint of the documents that were held out in the training;
+    None if it is not known.
+    """
+
+    held_out: str | None = None
 
 
 def run(
@@ -153,7 +157,9 @@ def load(
     if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
         file = loaded.run_dir / TOKENIZER
         raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
-    return Run(loaded.model, tokenizer, loaded.config, loaded.held_out)
+    run = Run(loaded.model, tokenizer, loaded.config)
+    run.held_out = loaded.held_out
+    return run
 
 
 def saved_tokenizer(run_dir: Path, vocab_size: int | None = None) -> Tokenizer | None:
