@@ -91,7 +91,8 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Captures what the block launches as a graph, with the options of `torch.cuda.graph`.
 
     A graph that Python's garbage collector frees would end the capture with an error. So the collector does not run
-    meanwhile, and one thread captures at a time. It does not run before either: that takes longer than many answers.
+    meanwhile, and one thread captures at a time. It is not called before either, because that can take longer than an
+    answer of the model.
     """
     with _CAPTURE:
         enabled = gc.isenabled()

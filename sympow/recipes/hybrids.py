@@ -78,17 +78,17 @@ def base_conv_learned() -> RunConfig:
 
 def control_attention() -> RunConfig:
     """Control of Table 2: softmax attention in the block of the controls."""
-    return _control("attention", MixerConfig("softmax", CONTROL))
+    return _config("control_attention", MixerConfig("softmax", CONTROL))
 
 
 def control_base_conv() -> RunConfig:
     """Control of Table 2: BaseConv, which has short convolutions of its own."""
-    return _control("base_conv", *_LONG_AND_SHORT)
+    return _config("control_base_conv", *_LONG_AND_SHORT)
 
 
 def control_full() -> RunConfig:
     """Control of Table 2: BaseConv with softmax attention in two layers, in the block of the controls."""
-    return _control("full", *_LONG_AND_SHORT, MixerConfig("softmax", CONTROL))
+    return _config("control_full", *_LONG_AND_SHORT, MixerConfig("softmax", CONTROL))
 
 
 def control_random() -> RunConfig:
@@ -180,11 +180,7 @@ def _hyena_window(tokens: int) -> RunConfig:
 
 
 def _controlled_selection(name: str, **options: Any) -> RunConfig:
-    return _control(name, *_LONG_AND_SHORT, MixerConfig("selection", CONTROL | options))
-
-
-def _control(name: str, *mixers: MixerConfig) -> RunConfig:
-    return _config(f"control_{name}", *mixers)
+    return _config(f"control_{name}", *_LONG_AND_SHORT, MixerConfig("selection", CONTROL | options))
 
 
 def _selection(name: str, **options: Any) -> RunConfig:

@@ -446,7 +446,7 @@ class Cycle:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_is_collected_for_a_capture_or_meanwhile(monkeypatch, enabled):
-    """A collection takes a quarter of a second where transformers is loaded, which is that of a hundred steps."""
+    """With many packages loaded, a collection takes as long as many steps."""
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
     was = gc.isenabled()
     gc.disable()

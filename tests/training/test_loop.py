@@ -456,8 +456,16 @@ def test_a_folder_without_a_checkpoint_takes_another_config(tmp_path, make_confi
 def test_other_data_are_refused(tmp_path, make_config, make_batches):
     config = make_config()
     train(config, StopAfter(make_batches(config), 5), tmp_path / "run", quiet=True)
-    with pytest.raises(ValueError, match="the data are not those of the checkpoint: corpus was"):
+    message = r"^documents: the data are not those of the checkpoint: corpus was .*; give the earlier ones, remove the"
+    with pytest.raises(ValueError, match=message):
         train(config, make_batches(config, corpus_seed=1), tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(("width", "told"), [(16, True), (64, False)])
+def test_muon_that_moves_nothing_is_told(tmp_path, make_config, make_batches, capsys, width, told):
+    config = make_config(steps=2, optimizer="muon", model={"d_model": width})
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    assert ("and the model trains none; AdamW moves all" in capsys.readouterr().err) == told
 
 
 def test_other_held_out_data_are_refused(tmp_path, make_config, make_batches):
