@@ -22,7 +22,6 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	-@$(BIN)/python -m benchmarks.tables --stale
 
 test-transformers: $(INSTALLED)
 	for version in '==5.17.*' '>=5.17'; do \

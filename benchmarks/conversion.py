@@ -1,15 +1,14 @@
 """Compares a converted model with its teacher: `python -m benchmarks.conversion measure RUN --teacher DIR --csv FILE`.
 
 `logits` compares a pretrained model in transformers with its native form. `measure` takes a converted model before or
-after distillation and its teacher, on the same held-out rows: the gap at 2,048 tokens and after each stage, passkeys,
-and the loss by position. `report` writes docs/results/conversion.md from all files in benchmarks/results/conversion,
+after distillation and its teacher, on the same held-out rows: the gap at 2,048 tokens and after each stage, and the
+loss by position. `report` writes docs/results/conversion.md from all files in benchmarks/results/conversion,
 those of `python -m benchmarks.conversion_decoding` among them.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +19,13 @@ import torch
 from benchmarks.common.measure import csv_file, keep, measured
 from benchmarks.pages.conversion_report import PAGE, RESULTS, read_rows, write_report
 from sympow.conversion.distillation import load_teacher
-from sympow.data import Tokenizer, open_corpus
+from sympow.data import open_corpus
 from sympow.evaluation import context_losses
-from sympow.models import LanguageModel, generate
 from sympow.ops import rotary_frequencies
 from sympow.training import load, override, read_metrics
 from sympow.training.devices import autocast, resolve_device
 
-PARTS = ("stages", "loss", "passkey", "positions")
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-QUESTION = "What is the pass key? The pass key is"
+PARTS = ("stages", "loss", "positions")
 
 
 @contextmanager
@@ -89,8 +85,6 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields rows of one converted model and its teacher, each when it is measured."""
     device = resolve_device(options.device)
     run, teacher = load(path, device), load_teacher(options.teacher).to(device).eval()
-    if run.tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer: passkeys are text")
     names = [run.model.config.mixer(layer).name.removeprefix("power_") for layer in range(run.model.config.n_layers)]
     about = {"run": Path(path).name, "layers": ",".join(names)}
     models = {"converted": run.model, "teacher": teacher}
@@ -109,39 +103,11 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield about | {"kind": "loss", "context": options.context, "rows": options.rows} | losses
     for each, model in models.items():
         own = about | {"model": each}
-        if "passkey" in options.parts:
-            with autocast(precision, device):
-                found = passkeys(model, run.tokenizer, options.passkey)
-            yield own | {"kind": "passkey"} | found
         if "positions" in options.parts:
             with autocast(precision, device):
                 curve = context_losses(model, held_out, options.positions, options.position_rows)
             bins = [{"start": piece.start, "end": piece.end, "loss": piece.loss} for piece in curve.bins]
             yield own | {"kind": "positions", "rows": options.position_rows, "bins": bins}
-
-
-@torch.no_grad()
-def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict:
-    """Returns how many keys of five digits a model finds in texts of `length` tokens by greedy decoding.
-
-    The keys are at evenly spaced depths. A key counts if all its digits are right."""
-    count, batch, draw = 40, 8, random.Random(0)
-    device, right = model.embedding.weight.device, 0
-    filler, question = tokenizer.encode(FILLER * length).tolist(), tokenizer.encode(QUESTION).tolist()
-    prompts, answers = [], []
-    for number in range(count):
-        key = f"{draw.randrange(10_000, 100_000)}"
-        needle = tokenizer.encode(f"The pass key is {key}. Remember it. {key} is the pass key. ").tolist()
-        answers.append(f" {key}")
-        room = length - len(needle) - len(question)
-        place = round(room * (number + 0.5) / count)
-        prompts.append(filler[:place] + needle + filler[place:room] + question)
-    for first in range(0, count, batch):
-        rows = torch.tensor(prompts[first : first + batch], device=device)
-        new = max(len(tokenizer.encode(answer)) for answer in answers)
-        for found, answer in zip(generate(model, rows, new, temperature=0).tokens, answers[first:], strict=False):
-            right += tokenizer.decode(found.tolist()).startswith(answer)
-    return {"length": length, "count": count, "right": right, "accuracy": right / count}
 
 
 def main() -> None:
@@ -158,7 +124,6 @@ def main() -> None:
     one.add_argument("--data", metavar="key=value", action="append", default=[], help="another corpus than the run's")
     one.add_argument("--context", type=int, default=2048, help="of the gap (default: 2048)")
     one.add_argument("--rows", type=int, default=64, help="(default: 64)")
-    one.add_argument("--passkey", type=int, default=4096, help="tokens (default: 4096)")
     one.add_argument("--positions", type=int, default=32768, help="tokens (default: 32768)")
     one.add_argument("--position-rows", type=int, default=8, help="(default: 8)")
     one.add_argument("--device", default="auto", help="(default: auto)")

@@ -60,7 +60,7 @@ SMALLER = {
     "sympow needle-corpus": "--rows 2 --row-tokens 512",
     "python -m benchmarks.context_files": "--read 32 --predicted 4 --rows 1",
     "python -m benchmarks.subset": "--rows 2",
-    "python -m benchmarks.conversion measure": "--context 32 --rows 2 --passkey 150 --positions 48 --position-rows 2",
+    "python -m benchmarks.conversion measure": "--context 32 --rows 2 --positions 48 --position-rows 2",
     "python -m benchmarks.conversion_decoding": "--shape tiny --contexts 1100 --batch 1 --tokens 1 --threads 1",
     "python -m benchmarks.mqar": f"{_RECALL} --jobs 1",
     "python -m benchmarks.mqar mqar:hybrids": f"{_RECALL} {_ONE_TASK} --jobs 1",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/conversion")
 PAGE = ROOT / "docs" / "results" / "conversion.md"
 # In the order of the page.
-STUDENTS = ("hybrid", "hybrid_delta", "hybrid_delta2", "delta", "deltanet", "const", "power", "windows")
+STUDENTS = ("hybrid_delta", "delta", "deltanet", "windows", "all_delta", "const", "power")
 Row = dict[str, Any]
 
 
@@ -131,7 +131,7 @@ def _range(shares: list[float]) -> str:
 
 def _model(row: Row) -> str:
     """Returns the name of the model of a row."""
-    if row["kind"] in ("passkey", "positions") and row["model"] == "teacher":
+    if row["kind"] == "positions" and row["model"] == "teacher":
         return "teacher"
     return row.get("run") or row["model"]
 
@@ -176,12 +176,6 @@ def _stages(rows: list[Row]) -> str:
         cells = [row["run"], names[row["stage"]], f"{row['step']:,}", f"{row['tokens']:,}", f"{row['seconds']:,.0f}"]
         lines.append([*cells, f"{row['held_out_loss']:.4f}", f"{row['teacher_loss']:.4f}", f"{row['gap']:+.4f}"])
     return table("run | stage | steps | tokens | seconds | loss | teacher | gap", lines, left=(0, 1))
-
-
-def _passkeys(rows: list[Row]) -> str:
-    lines = [[name, f"{row['length']:,}", row["right"], row["count"], f"{row['accuracy']:.0%}"]
-             for name, row in {_model(row): row for row in rows}.items()]  # fmt: skip
-    return table("run | tokens | right | of | accuracy", lines)
 
 
 def _by_depth(rows: list[Row], names: Sequence[str]) -> str:
@@ -242,7 +236,6 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "stage": _stages,
     "depths": partial(_by_depth, names=("model",)),
     "needles": partial(_by_depth, names=("model", "task", "values")),
-    "passkey": _passkeys,
     "positions": _positions,
     "decoding": _decoding,
     "harness": _harness,

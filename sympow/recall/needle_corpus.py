@@ -4,9 +4,9 @@ A row has about one fact for each 250 tokens (`EVERY`). The distance between the
 between 64 tokens and the whole row, all orders of magnitude alike. After an answer the prose goes on. The facts have
 the tasks of `sympow.evaluation.needles`, and passkeys. Each has the sentences of the evaluation or others. Keys and
 values are words of the prose, of which there are many, so that a model cannot learn them by heart instead of copying.
-Keys, words, numbers and names are never those of the evaluation: its words are left out, and numbers and names have
-other lengths. In some rows the prose is one short piece, repeated, as in the texts of `sympow passkey`. Some rows begin
-with a statement, without prose before it.
+Keys, words and names are never those of the evaluation: its words are left out, and names have other lengths. Numbers
+have 3 to 9 digits, each drawn anew. In some rows the prose is one short piece, repeated, as in the texts of
+`sympow passkey`. Some rows begin with a statement, without prose before it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REPEATED = 8  # one row in so many has a repeated piece of prose
 BEGIN = 4  # one row in so many begins with a statement
 PIECE = (20, 120)  # tokens of this piece
 
-DIGITS = (3, 4, 6, 8, 9)  # of numbers, odd and even counts alike; those of the evaluation have 5 or 7
+DIGITS = tuple(range(3, 10))  # of numbers; a model learns which counts never occur, and writes one digit more
 LETTERS = (4, 6)  # of names; those of the evaluation have 5
 KEYS = (2, 5)  # statements of a fact of the task multikey: at least, and less than
 HOPS = (1, 4)  # names after the first of a chain: at least, and less than
@@ -95,7 +95,7 @@ _COLORS = "amber azure black blue bronze brown gray green indigo lilac pink purp
 WORDS = tuple(_NOUNS.split())  # for texts with few words
 _SENTENCES = " ".join(["number word", *(sentence for form in (*FACTS, *CHAINS, PASSKEY) for sentence in form)])
 _OTHERS = {*needles.WORDS, *_COLORS.split(), *re.findall("[a-z]+", f"{passkey.FILLER} {_SENTENCES}".lower())}
-_VERSION = "needles-5"  # of the rules in this file; change it if they make other rows
+_VERSION = "needles-6"  # of the rules in this file; change it if they make other rows
 _ENTRY_BYTES = 200  # of memory for each row in the list of rows, at least
 _TOKEN_BYTES = 32  # of memory for each token of a row, at least, while it is made
 

@@ -11,7 +11,6 @@ ROWS = [
      "teacher_loss": 2.7, "gap": 0.8},
     {"kind": "stage", "stage": 1, "step": 200, "tokens": 10000, "seconds": 19.0, "held_out_loss": 3.0,
      "teacher_loss": 2.7, "gap": 0.3},
-    {"kind": "passkey", "model": "converted", "length": 4096, "count": 40, "right": 30, "accuracy": 0.75},
     *({"kind": "depths", "model": model, "context": context, "depth": depth, "texts": 10, "accuracy": accuracy,
        "digits": accuracy} for model, context, depth, accuracy in (
         ("student-A", 1024, 0.0, 0.5), ("student-A", 1024, 1.0, 1.0), ("student-A", 2048, 0.5, 0.7),
@@ -39,7 +38,6 @@ def test_every_kind_of_row_has_a_table():
         "| smol | 64 | 5.0e-05 | 3.0e-05 | 40.0 | 1.0e-05 | 2.0e-05 |",
         "| student-A | 2 power, 1 softmax | 2,048 | 64 | 2.7500 | 2.7000 | +0.0500 |",
         "| student-A | layers | 200 | 10,000 | 19 | 3.0000 | 2.7000 | +0.3000 |",
-        "| student-A | 4,096 | 30 | 40 | 75% |",
         "| run | rows | to 8,192 | to 32,768 |",
         "| student-A | 8 | 2.5000 | 2.2500 |",
         "| model | tokens | depth 0 | depth 0.5 | depth 1 |",
