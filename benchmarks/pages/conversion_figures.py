@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,31 @@ def _depths(rows: Sequence[Row]) -> list[PasskeyRow]:
 
 
 def _gap(rows: Sequence[Row]) -> Figure:
-    """Draws the held-out gap against the tokens read in phase A, with a curve for each student."""
-    figure, axis = _panel()
-    stages = [row for row in rows if row["kind"] == "stage" and row["run"].endswith("-A")]
+    """Draws the held-out gap of each student against the tokens read, in phase A and after each phase."""
+    figure = Figure(figsize=(8, 4.6), dpi=150, layout="constrained")
+    during, after = figure.subplots(1, 2)
+    stages = [row for row in rows if row["kind"] == "stage"]
+    losses = {row["run"]: row["converted"] - row["teacher"] for row in rows if row["kind"] == "loss"}
+    last = {row["run"]: row["tokens"] / 1e6 for row in stages}  # of each phase
     for name, style in _styles(rows).items():
-        own = [row for row in stages if _student(row) == name]
-        axis.plot([row["tokens"] / 1e6 for row in own], [row["gap"] for row in own], label=name, **style)
-    axis.set_yscale("log")
-    axis.minorticks_off()
-    ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_xlabel("tokens read, million")
-    axis.set_ylabel("held-out loss less the teacher's, nats")
-    axis.set_title("The gap to the teacher in phase A, one run each")
-    axis.legend()
+        own = [row for row in stages if row["run"] == f"{name}-A"]
+        during.plot([row["tokens"] / 1e6 for row in own], [row["gap"] for row in own], label=name, **style)
+        runs = sorted(run for run in last if run.rpartition("-")[0] == name)
+        read = dict(zip(runs, accumulate(last[run] for run in runs), strict=True))
+        known = [run for run in runs if run in losses]
+        after.plot([read[run] for run in known], [losses[run] for run in known], **style)
+    during.set_yscale("log")
+    during.minorticks_off()
+    ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+    during.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    during.set_title("during phase A")
+    during.legend()
+    after.set_title("after each phase, rows of 2,048 tokens")
+    for axis in (during, after):
+        axis.grid(color="0.9")
+    figure.supxlabel("tokens read, million")
+    figure.supylabel("held-out loss less the teacher's, nats")
+    figure.suptitle("The gap to the teacher, one run each")
     return figure
 
 
@@ -81,13 +93,6 @@ def _positions(rows: Sequence[Row]) -> Figure:
 def _student(row: Row) -> str:
     """Returns the name of the student without its phase, or "teacher"."""
     return "teacher" if row.get("model") == "teacher" else row["run"].rpartition("-")[0]
-
-
-def _panel() -> tuple[Figure, Any]:
-    figure = Figure(figsize=(8, 4.6), dpi=150, layout="constrained")
-    axis = figure.add_subplot()
-    axis.grid(color="0.9")
-    return figure, axis
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
