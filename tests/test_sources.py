@@ -30,7 +30,8 @@ ABOUT = {
 }  # fmt: skip
 NUMBERS = {
     "[SPT]": {"1, derivation", "1, table", "2, first listing", "2, second listing", "2, figure", "3, result 1",
-              "3, table", "4, listing", "4.1, count", "4.2, listings", "4.2, first table", "4.2, second table"},
+              "3, listing", "3, table", "4, listing", "4.1, count", "4.2, listings", "4.2, first table",
+              "4.2, second table"},
     "[CST]": numbered("Proposition", 1, 3) | numbered("Figure", 1, 4),
     "[SCRA]": numbered("Figure", 1, 10) | numbered("Table", 1, 5) | numbered("Algorithm", 1, 2)
     | {"Lemma 4.1", "Lemma 4.2"},

@@ -24,9 +24,9 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str]) -> list[Pa
     """Draws every figure for which the rows have data into `folder`. Returns the paths of the files.
 
     The figures are:
-    - accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): accuracy against one
-      column. A point is the mean over seeds, a bar extends from the lowest to the highest seed. Such a figure is drawn
-      if a model has several values of the column.
+    - accuracy_width and accuracy_length (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7):
+      accuracy against one column. A point is the mean over seeds, a bar extends from the lowest to the highest seed.
+      Such a figure is drawn if a model has several values of the column.
     - frontier: accuracy against bytes of state.
     - learning_rates: accuracy against all learning rates, with a dot for each seed.
     - capacity: the largest number of pairs recalled with 90% accuracy, against KiB of state.
@@ -41,6 +41,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str]) -> list[Pa
     best = chosen(rows)
     figures: dict[str, Any] = {
         "accuracy_width": _against(best, "width", "width d", ("length", "pairs")),
+        "accuracy_length": _against(_without_depth(best), "length", "tokens of a row N", ("layers", "width")),
         "accuracy_pairs": _against(best, "pairs", "key-value pairs D", ("length", "width")),
         "accuracy_heads": _against(best, "heads", "heads", ("length", "pairs", "width")),
         "frontier": _frontier(best),
@@ -58,7 +59,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str]) -> list[Pa
 
 def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...]) -> Any:
     """Draws test accuracy against column `x`, with a panel for each combination of `panels` with several values."""
-    rows = _with_models([row for row in rows if row[x] is not None], x)
+    rows = _with_models([row for row in rows if row[x] is not None], x, *panels)
     several = {key: same for key, same in sorted(group(rows, *panels).items(), key=_by_size)
                if any(len({row[x] for row in of_model}) > 1 for of_model in group(same, "model").values())}  # fmt: skip
     if not several:
@@ -184,7 +185,7 @@ def _held(rows: Sequence[Row]) -> tuple[int, float]:
     return most["pairs"], most["state_bytes"] / 1024
 
 
-_SHORT = {"length": "N", "pairs": "D", "width": "d"}
+_SHORT = {"length": "N {:,}", "pairs": "D {:,}", "width": "d {:,}", "layers": "{} layers"}
 
 
 def _by_size(item: tuple[tuple[Any, ...], Any]) -> list[Any]:
@@ -193,21 +194,26 @@ def _by_size(item: tuple[tuple[Any, ...], Any]) -> list[Any]:
 
 
 def _title(names: Sequence[str], values: Sequence[Any]) -> str:
-    return ", ".join(f"{_SHORT[n]} {v:,}" for n, v in zip(names, values, strict=True) if v is not None)
+    return ", ".join(_SHORT[n].format(v) for n, v in zip(names, values, strict=True) if v is not None)
 
 
-def _with_models(rows: Sequence[Row], x: str = "") -> list[Row]:
+def _with_models(rows: Sequence[Row], *shown: str) -> list[Row]:
     """Returns the rows with a column "model": the label, and heads, layers and MLP if models with the label differ.
 
-    A column is left out if it depends on the width only, or if it is `x`.
+    A column is left out if it depends on the width only, or if it is `shown` otherwise.
     """
     named: list[Row] = []
     for same in group(rows, "label").values():
         at_width = group(same, "width").values()
-        apart = [name for name in ("heads", "layers", "mlp_ratio") if name != x and
+        apart = [name for name in ("heads", "layers", "mlp_ratio") if name not in shown and
                  any(len({row[name] for row in rows}) > 1 for rows in at_width)]  # fmt: skip
         named += [{**row, "model": ", ".join([row["label"], *(f"{n} {row[n]}" for n in apart)])} for row in same]
     return named
+
+
+def _without_depth(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with labels that do not end with the number of layers."""
+    return [{**row, "label": row["label"].removesuffix(f", {row['layers']} layers")} for row in rows]
 
 
 def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
@@ -247,8 +253,9 @@ def _guessing(axis: Any, rows: Sequence[Row], x: str = "") -> None:
         return
     style = {"label": GUESSING, "color": "0.4", "linestyle": (0, (1, 1)), "linewidth": 1.2, "zorder": 1}
     pairs = sorted({row["pairs"] for row in rows})
-    if x == "pairs":
-        axis.plot(pairs, [1 / d for d in pairs], **style)
+    if x in ("pairs", "length"):
+        points = sorted({(row[x], row["pairs"]) for row in rows})
+        axis.plot([at for at, _ in points], [1 / d for _, d in points], **style)
     elif len(pairs) == 1:
         axis.axhline(1 / pairs[0], **style)
 

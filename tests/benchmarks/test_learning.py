@@ -140,6 +140,31 @@ def test_the_papers_models_have_their_best_context_loss():
     ]
 
 
+def test_the_page_of_sources_quotes_table_4_of_scra():
+    """Best-context losses of states of equal size, and the difference that decides nothing."""
+    wanted = learning.GRIDS["scra_states"]
+    keys = {(run.variant, run.context, run.tokens, run.learning_rate, run.optimizer, run.seed) for run in wanted}
+    names = ("variant", "context", "tokens", "learning_rate", "optimizer", "seed")
+    rows = [row for row in read_rows(learning.TABLE, ("corpus",)) if tuple(row[name] for name in names) in keys]
+    best = {key: [row["best_loss"] for row in same] for (key,), same in group(rows, "variant").items()}
+    assert [len(losses) for losses in best.values()] == [3, 3, 3]
+    window, power, softmax = (mean(best[name]) for name in ("window", "power", "softmax"))
+    pairs = [own - other for own, other in zip(best["power"], best["softmax"], strict=True)]
+    spread = 4.303 * stdev(pairs) / 3**0.5
+    (row,) = [line for line in (ROOT / "docs" / "sources.md").read_text("utf-8").splitlines()
+              if line.startswith("| Table 4 | p = 2, a window")]  # fmt: skip
+    assert f"{window:.3f} nats against {power:.3f} and {softmax:.3f}" in row and "equal time" not in row
+    assert f"{-mean(pairs):.3f} ± {spread:.3f} nats below softmax attention" in row and abs(mean(pairs)) < spread
+
+
+def test_linear_attention_against_a_window_is_normalized_and_gated():
+    """As [SCRA] ran it, in the body of RWKV-7."""
+    assert {run.variant for run in learning.GRIDS["scra_windows"]} == {"body_linear", "body_window32"}
+    (linear,), (window,) = (load_recipe(f"scaling:{name}").model.mixers for name in ("body_linear", "body_window32"))
+    assert (linear.name, linear.options["p"], linear.options["head_norm"]) == ("power", 1, True)
+    assert linear.options.get("gate", True) and window.options == {"window": 32}
+
+
 def test_pages_quote_the_committed_rows():
     rows = read_rows(learning.TABLE, ("commit", "corpus"))
     rows = [row for row in rows if row["optimizer"] == "muon" and row["learning_rate"] == learning.BEST]

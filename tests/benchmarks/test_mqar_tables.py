@@ -40,6 +40,11 @@ SOLVED = (1.0, 0.99, 1.0, 1.0)
     ("accuracies", "said"),
     [
         ({"attention": (1.0, 0.98, 1.0, 1.0)}, "below 99% at N 256, d 8. A baseline that failed"),
+        ({"attention": (1.0, 0.98, 1.0, 1.0), "H3": (0.3, 0.9, 0.1, 0.9)}, "At N 64 it is at 99% or more."),
+        (
+            {"attention": (1.0, 0.98, 1.0, 1.0), "H3": (0.3, 0.9, 0.1, 0.9)},
+            "is above guessing at N 64, d 8.",
+        ),
         ({"attention": SOLVED, "Hyena": (0.95, 0.1, 0.99, 0.92)}, "reproduced for Hyena."),
         ({"attention": SOLVED, "Hyena": (0.95, 0.1, 0.99, 0.92)}, "90% from d 8 at N 64, d 16 at N 256 on."),
         ({"attention": SOLVED, "H3": (0.95, 0.1, 0.99, 0.1)}, "90% from d 8 at N 64, more than d 16 at N 256"),

@@ -262,10 +262,11 @@ def test_a_circuit_of_comparators_recalls(triples, bits, scanned):
     assert circuit.size <= 12 * n * (bits + log) * log**2 and circuit.depth <= 12 * math.log2(bits + log) * log**2
 
 
-def test_base_conv_recalls_by_the_circuit(scanned):
-    """Theorem 4.4 on 1,000 rows. The tape is of float32, in which the zeros and ones are exact."""
-    triples, bits = 4, 2
-    rows = draw(1000, triples, 2**bits, seed=0)
+@pytest.mark.parametrize(("triples", "count"), [(2, 1000), (4, 100)])
+def test_base_conv_recalls_by_the_circuit(triples, count, scanned):
+    """Theorem 4.4. The tape is of float32, in which the zeros and ones are exact."""
+    bits = 2
+    rows = draw(count, triples, 2**bits, seed=0)
     model = circuit_as_base_conv(recall_circuit(triples, bits), 16, torch.float32)
     out = model(written(rows, bits))
     assert set(out.unique().tolist()) <= {0.0, 1.0}
