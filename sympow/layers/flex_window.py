@@ -44,8 +44,12 @@ def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: f
     more = next_power_of_2(q.shape[-1]) - q.shape[-1]
     q, k = (F.pad(x, (0, more, 0, -time % _BLOCK)) for x in (q, k))
     v = F.pad(v, (0, 0, 0, -time % _BLOCK))
-    mask = _block_mask(q.shape[2] // _BLOCK, window, q.device)
-    return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped, scale=scale)[:, :, :time]
+    blocks = q.shape[2] // _BLOCK
+    if torch.compiler.is_compiling():  # which looks through caches, with a warning
+        mask, attend = _block_mask.__wrapped__(blocks, window, q.device), compiled_flex_attention.__wrapped__()
+    else:
+        mask, attend = _block_mask(blocks, window, q.device), compiled_flex_attention()
+    return attend(q, k, v, block_mask=mask, enable_gqa=grouped, scale=scale)[:, :, :time]
 
 
 @cache

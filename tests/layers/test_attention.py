@@ -89,6 +89,14 @@ def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads, key_di
         assert (found.double() - right).norm() <= rtol * right.norm()
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+def test_compiled_flex_attention_is_the_block_form():
+    """In one graph, without a warning."""
+    q, k, v = (normal(1, heads, 300, 16, seed=heads).float() for heads in (4, 2, 2))
+    compiled = torch.compile(flex_attend_in_window, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v, 100), attend_in_window(q, k, v, 100))
+
+
 def test_a_token_sees_a_window_of_tokens_itself_included():
     layer = WindowAttention(8, 2, window=5).double()
     x = normal(1, 30, 8).requires_grad_()
