@@ -174,7 +174,7 @@ def _closed_share(least: np.ndarray, most: np.ndarray, own: np.ndarray) -> str:
     low, high = np.quantile(share(seeds, documents), (0.025, 0.975))
     by_seed = interval(share(np.eye(own.shape[0]), np.ones((own.shape[0], own.shape[1]))).tolist())
     if by_seed and by_seed.half and 2 * by_seed.half > high - low:
-        low, high = whole - by_seed.half, whole + by_seed.half
+        low, high = by_seed.low, by_seed.high
     return f"{whole:.0%} [{low:.0%}, {high:.0%}]"
 
 

@@ -62,13 +62,17 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
     rows = _with_models([row for row in rows if row[x] is not None], x, *panels)
     several = {key: same for key, same in sorted(group(rows, *panels).items(), key=_by_size)
                if any(len({row[x] for row in of_model}) > 1 for of_model in group(same, "model").values())}  # fmt: skip
+    if x == "length":  # several tasks of one length are no seeds of each other
+        several = {key: same for key, same in several.items()
+                   if len({row["test"] for row in same}) == len({row[x] for row in same})}  # fmt: skip
     if not several:
         return None
     figure, axes = plot.panels(len(several), PANEL)
     for axis, (key, same) in zip(axes, several.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, x).items())
-            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, _guess(same))
+            guesses = [_guess(seeds if x == "length" else same) for _, seeds in points]
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, guesses)
         values = sorted({row[x] for row in same})
         _guessing(axis, same, x)
         axis.set_xscale("log", base=2)
@@ -89,7 +93,8 @@ def _frontier(rows: Sequence[Row]) -> Any:
     for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "state_bytes").items())
-            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, _guess(same))
+            guesses = [_guess(same)] * len(points)
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, guesses)
         _guessing(axis, same)
         axis.set_xscale("log", base=10)
         axis.set_xlabel("state a sequence, bytes")
@@ -230,13 +235,16 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
     return [row["test_accuracy"] for row in rows]
 
 
-def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any], guess: float) -> None:
+def _line(
+    axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any], guesses: Sequence[float]
+) -> None:
     """Draws the means of `seeds`, a list of values for every x, with bars from the lowest to the highest value.
 
-    There is no line through points of which one is not above `guess`, because such a run has failed.
+    There is no line through points of which one is not above its guess, because such a model has failed.
     """
     means = [mean(values) for values in seeds]
-    style = style if min(means) > guess else style | {"linestyle": "none"}
+    solved = all(middle > guess for middle, guess in zip(means, guesses, strict=True))
+    style = style if solved else style | {"linestyle": "none"}
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
     axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)

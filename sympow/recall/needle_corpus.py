@@ -46,7 +46,7 @@ REPEATED = 8  # one row in so many has a repeated piece of prose
 BEGIN = 4  # one row in so many begins with a statement
 PIECE = (20, 120)  # tokens of this piece
 
-DIGITS = tuple(range(3, 10))  # of numbers; a model learns which counts never occur, and writes one digit more
+DIGITS = tuple(range(3, 10))  # of numbers, those of the evaluation (5 and 7) among them
 LETTERS = (4, 6)  # of names; those of the evaluation have 5
 KEYS = (2, 5)  # statements of a fact of the task multikey: at least, and less than
 HOPS = (1, 4)  # names after the first of a chain: at least, and less than

@@ -58,6 +58,10 @@ def test_claim_1_follows_from_the_rows(accuracies, said):
     assert said in claim_1(grid(accuracies))
 
 
+def test_an_unsolved_length_allows_no_verdict():
+    assert "reproduced" not in claim_1(grid({"attention": (1.0, 0.98, 1.0, 1.0), "Hyena": (0.95, 0.1, 0.99, 0.92)}))
+
+
 def test_a_cell_tells_seeds_and_the_excess_over_guessing():
     rows = [row("attention", 8, 64, accuracy, seed) for seed, accuracy in enumerate((0.99, 1.0, 0.995))]
     table = convolutions_table(rows)

@@ -49,7 +49,8 @@ def test_learning_curves_are_a_curve_a_seed(made_up, drawn):
 def test_accuracy_against_the_length_has_a_panel_for_each_depth(made_up, drawn):
     """A label does not name the depth again, and guessing is that of each length."""
     few = [row for row in made_up if (row["heads"], row["width"], row["pairs"]) == (1, 64, 8)]
-    rows = [row | {"length": n, "pairs": n // 16, "layers": layers, "label": f"{row['label']}, {layers} layers"}
+    rows = [row | {"length": n, "pairs": n // 16, "test": f"mqar {n}:{n // 16}", "layers": layers,
+                   "label": f"{row['label']}, {layers} layers"}
             for row in few for n in (64, 128) for layers in (2, 4)]  # fmt: skip
     panels = drawn(rows)["accuracy_length"]
     assert [axis.get_title() for axis in panels[:2]] == ["2 layers, d 64", "4 layers, d 64"]

@@ -64,7 +64,7 @@ def test_every_question_is_answered_by_the_one_statement_before_it():
     assert len(pairs) > 80
     assert {answer.isdigit() for *_, answer in pairs} == {True, False}
     lengths = {len(answer) for *_, answer in pairs if answer.isdigit()}
-    assert lengths == set(range(3, 10))  # also those of the evaluation: models that saw none wrote one digit more
+    assert lengths == set(range(3, 10))  # also those of the evaluation
 
 
 def test_every_row_has_a_pass_key_and_chains_give_their_names_in_order():
