@@ -70,9 +70,7 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
     figure, axes = plot.panels(len(several), PANEL)
     for axis, (key, same) in zip(axes, several.items(), strict=True):
         for style, of_model in _by_model(rows, same):
-            points = sorted(group(of_model, x).items())
-            guesses = [_guess(seeds if x == "length" else same) for _, seeds in points]
-            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, guesses)
+            _line(axis, sorted(group(of_model, x).items()), style)
         values = sorted({row[x] for row in same})
         _guessing(axis, same, x)
         axis.set_xscale("log", base=2)
@@ -92,9 +90,7 @@ def _frontier(rows: Sequence[Row]) -> Any:
     figure, axes = plot.panels(len(tasks), PANEL)
     for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
         for style, of_model in _by_model(rows, same):
-            points = sorted(group(of_model, "state_bytes").items())
-            guesses = [_guess(same)] * len(points)
-            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style, guesses)
+            _line(axis, sorted(group(of_model, "state_bytes").items()), style)
         _guessing(axis, same)
         axis.set_xscale("log", base=10)
         axis.set_xlabel("state a sequence, bytes")
@@ -205,7 +201,7 @@ def _title(names: Sequence[str], values: Sequence[Any]) -> str:
 def _with_models(rows: Sequence[Row], *shown: str) -> list[Row]:
     """Returns the rows with a column "model": the label, and heads, layers and MLP if models with the label differ.
 
-    A column is left out if it depends on the width only, or if it is `shown` otherwise.
+    A column is left out if it depends on the width only, or if it is one of those that are `shown` in another way.
     """
     named: list[Row] = []
     for same in group(rows, "label").values():
@@ -231,23 +227,18 @@ def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[s
     return styled
 
 
-def _accuracies(rows: Sequence[Row]) -> list[float]:
-    return [row["test_accuracy"] for row in rows]
+def _line(axis: Any, points: Sequence[tuple[tuple[Any, ...], list[Row]]], style: dict[str, Any]) -> None:
+    """Draws mean accuracies with bars from the lowest to the highest seed. A point is its x, in a tuple, and its rows.
 
-
-def _line(
-    axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any], guesses: Sequence[float]
-) -> None:
-    """Draws the means of `seeds`, a list of values for every x, with bars from the lowest to the highest value.
-
-    There is no line through points of which one is not above its guess, because such a model has failed.
+    There is no line through points of which one is not above guessing, because such a model has failed.
     """
+    seeds = [[row["test_accuracy"] for row in rows] for _, rows in points]
     means = [mean(values) for values in seeds]
-    solved = all(middle > guess for middle, guess in zip(means, guesses, strict=True))
+    solved = all(middle > _guess(rows) for middle, (_, rows) in zip(means, points, strict=True))
     style = style if solved else style | {"linestyle": "none"}
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
-    axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+    axis.errorbar([x for (x,), _ in points], means, yerr=[low, high], capsize=3, elinewidth=1, **style)
 
 
 def _guess(rows: Sequence[Row]) -> float:
