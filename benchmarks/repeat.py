@@ -77,7 +77,6 @@ RULES = {  # the first that matches
     "long_text_*": Rule("trained_context seed start end", {"loss_late": SEEDS, "gain": 1e-3}),
     "mqar_*": Rule(f"{_RECALL} learning_rate seed examples epochs batch_size", {"test_accuracy": POINT}),
     "zoology_trainer_*": Rule("mixer vocab_size length pairs steps learning_rate", {"test_accuracy": POINT}),
-    "block_search.csv": Rule(f"{_RUN} compiled parameters", _LOSS),
     "learning.csv": Rule(f"{_RUN} optimizer muon_rate scale corpus", _LOSS),
     "context_scaling/runs.csv": Rule(f"{_RUN} scale corpus", _LOSS),
     "context_scaling/speed.csv": Rule("variant context mode", {"tokens_per_second": RATE}),

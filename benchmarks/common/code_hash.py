@@ -30,8 +30,8 @@ OTHER_DELTA_RULE = "gated[ _-]delta[_-]?net"  # names of the mixer with the kern
 OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
 ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
-NO_STEPS = ("learning.csv", "block_search.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*",
-            "training_*", "ops_*", "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
+NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
+            "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
 
 
 class Part(NamedTuple):

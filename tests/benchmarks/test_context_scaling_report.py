@@ -18,7 +18,7 @@ from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import LABELS
 from benchmarks.context_scaling.studies import STUDIES
-from benchmarks.learning import COLUMNS, LearningRun
+from benchmarks.learning import COLUMNS, LearningRun, run_of
 from benchmarks.pages import context_tables
 from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
@@ -271,10 +271,11 @@ def test_other_pages_quote_the_committed_rows():
         runs = (pick(study, each, **setting) for each in (variant, "softmax"))
         return f"{found.ratio(*runs).mean:.{digits}f}"
 
-    decision = (ROOT / "docs/decisions/0007-block.md").read_text(encoding="utf-8")
+    decision = " ".join((ROOT / "docs/decisions/0007-block.md").read_text(encoding="utf-8").split())
     early, late = (ratio("tokens_16384", "power", 3, tokens=tokens) for tokens in (SHORT, MIDDLE))
     assert f"16,384 it is {early} after 30, {late} after 100." in decision
-    names = {"power": "p = 2", "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
+    names = {"power": "p = 2", "power_p4_k24": "p = 4, K = 24",
+             "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
              "hybrid_window": "power, and windows of 512 in every second layer",
              "hybrid_softmax": "power, and softmax attention in the fourth of six layers",
              "hybrid_softmax_gate": "the same, with the gate in the softmax layer",
@@ -286,12 +287,23 @@ def test_other_pages_quote_the_committed_rows():
                                     ("bars_4096", "hybrid_softmax_gate", 4096)):  # fmt: skip
         run = pick(study, variant, context=context)
         behind = found.difference(run, replace(run, variant="softmax_gate"))
-        assert behind.count == 3 and behind.text(sign=True) in " ".join(decision.split())
-    parts = {"power_no_convolution": "without the short convolution", "power_no_head_norm": "without the norm",
-             "power_no_output_gate": "without the output gate", "power_plain": "without all"}  # fmt: skip
+        assert behind.count == 3 and behind.text(sign=True) in decision
+    parts = {"power_no_convolution": "no short convolution", "power_no_output_gate": "no output gate",
+             "power_no_head_norm": "no norm of heads", "power_turned": "a rotation of all channels",
+             "power_data": "a data-dependent rotation",
+             "power_plain": "none of the three parts, and a rotation of all channels"}  # fmt: skip
     for variant, name in parts.items():
         change = found.difference(pick("ablations", variant), pick("ablations", "power"))
-        assert change.count == 3 and f"{change.text(sign=True)} {name}" in " ".join(decision.split())
+        assert change.count == (6 if variant == "power_data" else 3)
+        assert f"| {name} | {change.text(sign=True)} |" in decision
+    plain = found.difference(Run("softmax_plain", 4096), Run("softmax", 4096))
+    assert plain.count == 1 and f"loss at 4,096 tokens is {plain.mean:.3f} higher (one pair)" in decision
+    losses = {run_of(row): row["held_out_loss"] for row in known(RESULTS / "learning.csv")}
+    power, still = (losses[LearningRun(name, 4096, learning_rate=8e-3)] for name in ("power", "power+rotation=none"))
+    runs = [LearningRun("power", 1024, learning_rate=8e-3, seed=seed) for seed in range(3)]
+    published = fmean(losses[replace(run, variant="published_p2_gated")] - losses[run] for run in runs)
+    assert f"its loss at 1,024 tokens is {published:.3f} higher (three pairs)" in decision
+    assert f"without a rotation is {power - still:.3f} lower (one pair)" in decision
     guide = (ROOT / "docs/guides/choosing.md").read_text(encoding="utf-8")
     guide = guide.partition("with AdamW")[2]
     for variant in ("power", "hybrid_window", "hybrid_softmax", "hybrid_softmax_gate", "hybrid_softmax_window"):

@@ -137,11 +137,10 @@ def test_a_row_that_took_the_place_of_one_that_does_not_agree(repeated):
 
 
 def test_rules_name_each_committed_row_once():
-    """And every file whose rows name a commit has a rule. Two cases of block_search.csv were measured twice."""
+    """And every file whose rows name a commit has a rule."""
     for path in repeat.RESULTS.rglob("*.csv"):
         rows = read(path)
         if path.name != repeat.REPEATED and "commit" in rows[0]:
             rule = repeat.rule_of(path.relative_to(repeat.RESULTS).as_posix())
-            twice = 2 if path.name == "block_search.csv" else 0
-            assert len({str(repeat.key_of(rule, row, row)) for row in rows}) == len(rows) - twice, path
+            assert len({str(repeat.key_of(rule, row, row)) for row in rows}) == len(rows), path
             assert any(column in rows[0] for column in rule.values), path
