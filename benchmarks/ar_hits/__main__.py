@@ -29,7 +29,6 @@ from sympow.training.devices import resolve_device
 COMMITTED = RESULTS / "ar_hits"
 PAGE = ROOT / "docs" / "results" / "ar-hits.md"
 TABLES = ("run", "slices", "curves")
-EARLIER = {"learning_rate": 2e-3, "optimizer": "adamw", "changes": None}
 CONTEXT = 1023  # predictions in a row: windows of 1,024 tokens fill the documents
 
 
@@ -63,8 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, required=True, help="folder of the tables, gone on with if it has some")
     run.add_argument("--rows", type=int, help="train on so many documents, evenly spaced (default: all)")
     run.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help=f"of the corpus (default: {VOCAB_SIZE})")
-    run.add_argument("--recipes", default=",".join(RECIPES),
-                     help="names with commas between, controls, tables (default: those of the page)")  # fmt: skip
+    run.add_argument("--recipes", required=True, help="names with commas between, controls, tables")
     run.add_argument("--seeds", type=int, default=3, help="(default: 3)")
     run.add_argument("--rates", default=str(RATE), help=f"learning rates; the page has the best (default: {RATE})")
     run.add_argument("--best-rate", action="store_true",
@@ -115,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     changes = tuple(options.changes)
     for name in recipes:  # what no run can be made of is refused here, in one line
         Job(name, 0, rates[0]).config(options.toy, options.corpus, options.device, options.vocab_size, changes)
-    tables = {name: read_table(options.out, name) for name in TABLES}
+    tables = {name: known(options.out / f"{name}.csv") for name in TABLES}
     for row in tables["run"]:
         if (row["changes"] or "") != " ".join(changes):
             raise ValueError(f"runs in {options.out} have the changes {row['changes'] or 'none'}; "
@@ -179,15 +177,9 @@ def _report(options: argparse.Namespace) -> int:
 def read_results(folder: Path) -> tuple[dict[str, report.Tables], report.Tables]:
     """Reads the tables of the runs on every corpus, at the best learning rate of every recipe, and those of the
     comparison with brute force."""
-    corpora = {file.parent.name: report.at_best_rates({name: read_table(file.parent, name) for name in TABLES})
+    corpora = {file.parent.name: report.at_best_rates({name: known(file.parent / f"{name}.csv") for name in TABLES})
                for file in sorted(folder.glob("*/run.csv"))}  # fmt: skip
-    return corpora, {name: read_table(folder, name) for name in ("exact", "timed", "sources")}
-
-
-def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Reads a table of a folder; no rows where it is not there. Earlier rows name no learning rate and no changes."""
-    rows = known(folder / f"{name}.csv")
-    return [{**row, **{key: row.get(key, value) for key, value in EARLIER.items()}} for row in rows]
+    return corpora, {name: known(folder / f"{name}.csv") for name in ("exact", "timed", "sources")}
 
 
 def job_of(row: dict[str, Any]) -> Job:

@@ -19,9 +19,10 @@ from sympow.recall.results import group
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
-BASES = ("attention", "control_attention")
-# Their losses on AR hits are the ends of a gap. Without runs of the second one, BASES[0] is that end.
-LEAST_RECALL, MOST_RECALL = "base_conv", "softmax_gate"
+# The models that gaps begin at: that of the controls, and of all others the first that has runs.
+CONTROL, BASES = "control_attention", ("softmax_gate", "attention")
+LEAST_RECALL = "base_conv"  # the other end of the gap by distance
+FOUND = {"kernel_muon": "kernel", "prose_muon": "prose"}  # runs in the table of what was found
 LABELS = {
     "attention": "softmax attention",
     "softmax_gate": "softmax attention, gate",
@@ -30,10 +31,6 @@ LABELS = {
     "power_delta_offset": "delta rule, p = 2, offset",
     "hyena": "Hyena",
     "base_conv": "BaseConv",
-    "base_conv_random": "BaseConv, random selection",
-    "base_conv_programmatic": "BaseConv, programmatic selection",
-    "base_conv_learned": "BaseConv, learned selection",
-    "base_conv_full": "BaseConv, two softmax layers",
     "base_conv_published": "BaseConv, frequency 14",
     "long_convolution": "long convolution",
     "h3": "H3",
@@ -53,7 +50,7 @@ LABELS = {
     "control_learned_row": "BaseConv, learned selection of the row, control",
     "control_full": "BaseConv, two softmax layers, control",
 }
-CLOSED = "control_base_conv", "control_attention"  # the ends of the gap that hybrids close
+CLOSED = "control_base_conv", CONTROL  # the ends of the gap that hybrids close
 LEAST = 100  # tokens of a point of a curve
 MISSING = "Not measured yet."
 _NO_ROWS: Tables = {"run": [], "slices": [], "curves": []}
@@ -71,6 +68,8 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> None:
 
     def written(mark: str) -> str:
         name, _, corpus = mark.partition(" ")
+        if mark == "found":
+            return found_table(corpora)
         alone = {"exact": exact_table, "sources": sources_table}
         return makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
 
@@ -104,41 +103,63 @@ def at_best_rates(tables: Tables) -> Tables:
             for name, rows in tables.items()}  # fmt: skip
 
 
+def found_table(corpora: Mapping[str, Tables]) -> str:
+    """Returns a row for each corpus and recipe: its loss, its gap, and how much of a gap it closes farthest back."""
+    lines = []
+    for name, text in FOUND.items():
+        tables = corpora.get(name, _NO_ROWS)
+        closed = _by_distance(tables)[1]
+        for recipe in _recipes(tables):
+            losses = [row["held_out_loss"] for row in tables["run"] if row["recipe"] == recipe]
+            found = shares(tables, recipe)
+            gap = [f"{found['all'].nats:+.3f}", _share_of_hits(found)] if found else ["", ""]
+            farthest = closed[recipe][-1][1] if closed else MISSING
+            lines.append([text, LABELS[recipe], interval(losses).text(), *gap, farthest])
+    heading = "text | model | loss, nats | gap, nats | share of AR hits in the gap | closed at the largest distance"
+    return table(heading, lines, left=(0, 1)) if lines else MISSING
+
+
 def distances_table(tables: Tables) -> str:
     """Returns a row for each recipe: the loss on AR hits by distance, and the share of a gap that it closes.
 
     The gap is that between BaseConv and softmax attention, with the gate where such runs exist. The share is that of
     the means over the seeds, with the lowest and the highest share of a seed in brackets.
     """
-    cells = {(row["recipe"], row["seed"], row["start"]): row for row in tables["curves"]
-             if row["part"] == "distance" and row["start"] >= 64}  # fmt: skip
-    starts = sorted({(row["start"], row["end"]) for row in cells.values()})
-    recipes = _recipes(tables)
-    top = MOST_RECALL if MOST_RECALL in recipes else BASES[0]
-    seeds = sorted(seed for recipe, seed, start in cells
-                   if recipe == top and start == starts[0][0] and (LEAST_RECALL, seed, start) in cells)  # fmt: skip
-    if not seeds:
+    starts, closed = _by_distance(tables)
+    if not closed:
         return MISSING
     lines = []
-    for recipe in recipes:
+    for recipe, cells in closed.items():
         rate = next(row["learning_rate"] for row in tables["run"] if row["recipe"] == recipe)
-        written = [LABELS[recipe], f"{rate:g}"]
-        for start, _ in starts:
-            own = [seed for seed in seeds if (recipe, seed, start) in cells]
-            ends = [[cells[name, seed, start]["loss"] for seed in own] for name in (LEAST_RECALL, top, recipe)]
-            written.append(_closed(*ends) if own else "not measured")
-        lines.append(written)
+        lines.append([LABELS[recipe], f"{rate:g}", *(f"{loss} ({share})" if loss else share for loss, share in cells)])
     return table(" | ".join(["model | learning rate", *(f"{start:,} to {end - 1:,}" for start, end in starts)]), lines)
 
 
-def _closed(least: list[float], most: list[float], own: list[float]) -> str:
+def _by_distance(tables: Tables) -> tuple[list[tuple[int, int]], dict[str, list[tuple[str, str]]]]:
+    """Returns the distances from 64 on, and for every recipe its loss and its share of the gap at each of them."""
+    cells = {(row["recipe"], row["seed"], row["start"]): row for row in tables["curves"]
+             if row["part"] == "distance" and row["start"] >= 64}  # fmt: skip
+    starts = sorted({(row["start"], row["end"]) for row in cells.values()})
+    top = _base(tables, LEAST_RECALL)
+    seeds = sorted(seed for recipe, seed, start in cells
+                   if recipe == top and start == starts[0][0] and (LEAST_RECALL, seed, start) in cells)  # fmt: skip
+    found: dict[str, list[tuple[str, str]]] = {}
+    for recipe in _recipes(tables) if seeds else ():
+        for start, _ in starts:
+            own = [seed for seed in seeds if (recipe, seed, start) in cells]
+            ends = [[cells[name, seed, start]["loss"] for seed in own] for name in (LEAST_RECALL, top, recipe)]
+            found.setdefault(recipe, []).append(_closed(*ends) if own else ("", "not measured"))
+    return starts, found
+
+
+def _closed(least: list[float], most: list[float], own: list[float]) -> tuple[str, str]:
     """Writes the mean loss, and the share of the gap from `least` to `most` that is closed; all by seed."""
     if any(low <= high for low, high in zip(least, most, strict=True)):
-        return f"{mean(own):.3f} (no gap)"
+        return f"{mean(own):.3f}", "no gap"
     shares = [(low - loss) / (low - high) for low, high, loss in zip(least, most, own, strict=True)]
     whole = (mean(least) - mean(own)) / (mean(least) - mean(most))
     said, low, high = (f"{round(100 * share)}%" for share in (whole, min(shares), max(shares)))
-    return f"{mean(own):.3f} ({said} [{low}, {high}])" if len(own) > 1 else f"{mean(own):.3f} ({said})"
+    return f"{mean(own):.3f}", f"{said} [{low}, {high}]" if len(own) > 1 else said
 
 
 def closed_table(tables: Tables) -> str:
@@ -196,18 +217,19 @@ def losses_table(tables: Tables) -> str:
 def gaps_table(tables: Tables) -> str:
     """Returns a row for each recipe: its gap to attention, the contribution of AR hits to the gap, and their share."""
     lines = []
-    for recipe in _recipes(tables):
-        found = shares(tables, recipe)
-        if recipe in BASES or found is None:
-            continue
+    for recipe, found in _behind(tables).items():
         whole, hits = found["all"], found["hits"]
-        clear = whole.nats_low > 0 or whole.nats_high < 0
-        share = f"{hits.share:.0%} [{hits.share_low:.0%}, {hits.share_high:.0%}]" if clear else "no clear gap"
         published = published_share(hits.nats, whole.nats)
-        cells = [LABELS[recipe], _nats(whole), _nats(hits), share, "" if math.isnan(published) else f"{published:.0%}"]
-        lines.append(cells)
+        said = "" if math.isnan(published) else f"{published:.0%}"
+        lines.append([LABELS[recipe], _nats(whole), _nats(hits), _share_of_hits(found), said])
     heading = "model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source"
     return table(heading, lines) if lines else MISSING
+
+
+def _share_of_hits(found: Mapping[str, Share]) -> str:
+    whole, hits = found["all"], found["hits"]
+    clear = whole.nats_low > 0 or whole.nats_high < 0
+    return f"{hits.share:.0%} [{hits.share_low:.0%}, {hits.share_high:.0%}]" if clear else "no clear gap"
 
 
 def slices_of(tables: Tables) -> str:
@@ -265,10 +287,11 @@ def about(tables: Tables) -> str:
 
 def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
     """Returns the parts of slices in the gap of a recipe to attention, over the seeds that both have; None without such
-    seeds."""
-    ours, base = (_arrays(tables, name) for name in (recipe, BASES[recipe.startswith("control_")]))
+    seeds, and for the attention that gaps begin at."""
+    name = _base(tables, recipe)
+    ours, base = _arrays(tables, recipe), _arrays(tables, name)
     seeds = [seed for seed in ours if seed in base]
-    if not seeds:
+    if not seeds or recipe == name:
         return None
     tokens = np.stack([ours[seed][0] for seed in seeds])
     differences = np.stack([ours[seed][1] - base[seed][1] for seed in seeds])
@@ -315,28 +338,36 @@ def _of_runs(tables: Tables) -> str:
     return f"{', '.join(tokens)} tokens of training, {'one run each' if seeds == 1 else f'{seeds} seeds'}"
 
 
-def _behind(tables: Tables) -> list[str]:
-    """Returns the recipes that have a gap to softmax attention without a gate."""
-    return [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
+def _base(tables: Tables, recipe: str) -> str:
+    """Returns the model that the gap of a recipe begins at."""
+    there = _recipes(tables)
+    return CONTROL if recipe.startswith("control_") else next((name for name in BASES if name in there), BASES[-1])
+
+
+def _behind(tables: Tables) -> dict[str, dict[str, Share]]:
+    """Returns `shares` of the recipes that have a gap."""
+    found = {recipe: shares(tables, recipe) for recipe in _recipes(tables)}
+    return {recipe: each for recipe, each in found.items() if each}
 
 
 def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
     figure, axes = panels(1, (8, 4.2), dpi=130)
     (axis,) = axes
-    recipes = _behind(tables)
+    behind = _behind(tables)
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
-        found = [shares(tables, recipe)[part] for recipe in recipes]  # type: ignore[index]
-        places = [place + (n - 1) * 0.26 for place in range(len(recipes))]
+        found = [each[part] for each in behind.values()]
+        places = [place + (n - 1) * 0.26 for place in range(len(behind))]
         values = [each.nats for each in found]
         low = [each.nats - each.nats_low for each in found]
         high = [each.nats_high - each.nats for each in found]
         colour = (COLOURS[1], COLOURS[0], "0.6")[n]
         axis.barh(places, values, 0.24, xerr=[low, high], color=colour, label=name, capsize=2)
-    axis.set_yticks(range(len(recipes)), [LABELS[recipe] for recipe in recipes])
+    axis.set_yticks(range(len(behind)), [LABELS[recipe] for recipe in behind])
     axis.invert_yaxis()
     axis.axvline(0, color="0.35", linewidth=1)
-    axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
+    base = LABELS[_base(tables, next(iter(behind)))]
+    axis.set_xlabel(f"what the tokens add to the gap to {base} (nats a token)")
     figure.suptitle(_of_runs(tables), fontsize=10)
     set_grid(axes)
     shared_legend(figure, axes)

@@ -54,8 +54,8 @@ def run(monkeypatch, corpus, out, *words):
 
 def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, tmp_path, capsys):
     results = tmp_path / "results"
-    out = results / "kernel"
-    recipes = "attention,base_conv_learned"
+    out = results / "kernel_muon"
+    recipes = "attention,base_conv"
     assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "1") == 0
     assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "2") == 0
     assert "2 of 4 runs to do" in capsys.readouterr().out
@@ -72,10 +72,11 @@ def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, t
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", results, "--page", page) == 0
     text = page.read_text()
-    assert "| softmax attention | " in text and re.search(r"\| BaseConv, learned selection \| [+-]\d\.\d+ \[", text)
+    assert "| softmax attention | " in text and re.search(r"\| BaseConv \| [+-]\d\.\d+ \[", text)
+    assert re.search(r"\| kernel \| BaseConv \| \d\.\d+ ± \d\.\d+ \| [+-]\d\.\d+ \| ", text)
     assert "4 runs of 0.0M tokens, 2 steps, rows of 128 tokens" in text
     for name in ("curves", "shares"):
-        assert (tmp_path / "page" / f"kernel-{name}.png").stat().st_size > 10_000
+        assert (tmp_path / "page" / f"kernel_muon-{name}.png").stat().st_size > 10_000
 
 
 def test_runs_with_changes_and_several_learning_rates(monkeypatch, corpus, small, tmp_path, capsys):
@@ -105,8 +106,13 @@ def test_the_share_of_the_gap_by_distance():
     key = {"part": "distance", "start": 512, "end": 1024, "tokens": 100}
     curves = [{"recipe": recipe, "seed": seed, "loss": loss, **key}
               for recipe, both in losses.items() for seed, loss in enumerate(both)]  # fmt: skip
-    runs = [{"recipe": row["recipe"], "seed": row["seed"], "learning_rate": 2e-3} for row in curves]
-    lines = report.distances_table({"run": runs, "slices": [], "curves": curves}).splitlines()
+    runs = [{"recipe": row["recipe"], "seed": row["seed"], "learning_rate": 2e-3, "held_out_loss": 4.0}
+            for row in curves]  # fmt: skip
+    tables = {"run": runs, "slices": [], "curves": curves}
+    found = report.found_table({"kernel_muon": tables, "others": tables}).splitlines()
+    assert len(found) == 2 + len(losses)
+    assert "| kernel | delta rule, p = 2 | 4.000 ± 0.000 |  |  | 62% [60%, 64%] |" in found
+    lines = report.distances_table(tables).splitlines()
     assert lines[0] == "| model | learning rate | 512 to 1,023 |"
     assert "| delta rule, p = 2 | 0.002 | 3.860 (62% [60%, 64%]) |" in lines
     assert "| softmax attention | 0.002 | 2.000 (155% [150%, 160%]) |" in lines
@@ -114,6 +120,20 @@ def test_the_share_of_the_gap_by_distance():
     lines = report.distances_table({"run": runs[:4] + runs[6:], "slices": [], "curves": without}).splitlines()
     assert "| delta rule, p = 2 | 0.002 | 3.860 (40% [40%, 40%]) |" in lines
     assert report.distances_table({"run": runs, "slices": [], "curves": curves[2:]}) == report.MISSING
+
+
+def test_gaps_begin_at_gated_attention_if_there_is_one():
+    slices = [{"recipe": recipe, "seed": 0, "document": 0, "part": part, "tokens": 10, "nats": nats * 10}
+              for recipe, all_nats in (("attention", (3, 1, 2)), ("softmax_gate", (2, 1, 2)), ("power", (5, 1, 3)))
+              for part, nats in zip(PARTS, all_nats, strict=True)]  # fmt: skip
+    tables = {"run": [{"recipe": row["recipe"]} for row in slices], "slices": slices, "curves": []}
+    lines = report.gaps_table(tables).splitlines()[2:]
+    assert [line.split(" [")[0] for line in lines] == ["| softmax attention | +0.333", "| power, p = 2 | +1.333"]
+    assert " 75% [75%, 75%] | 75% |" in lines[1]
+    without = [row for row in slices if row["recipe"] != "softmax_gate"]
+    runs = [{"recipe": row["recipe"]} for row in without]
+    (line,) = report.gaps_table({"run": runs, "slices": without, "curves": []}).splitlines()[2:]
+    assert line.startswith("| power, p = 2 | +1.000 [")
 
 
 def test_the_share_of_the_gap_that_hybrids_close():
@@ -157,7 +177,7 @@ def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
-    assert page.read_text().count(report.MISSING) == 26
+    assert page.read_text().count(report.MISSING) == 21
 
 
 def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
