@@ -378,12 +378,14 @@ def stale_lines(names: Sequence[str]) -> str:
     """Returns lines that name the files of earlier code among some, stale ones and confirmed ones; "" if none is."""
     late: list[str] = []
     agreeing: list[str] = []
-    for path in (RESULTS / name for name in sorted(names)):
-        if earlier(path):
-            (agreeing if repetitions(path) else late).append(f"`{path.relative_to(RESULTS).as_posix()}`")
+    rows = 0
+    for name in sorted(names):
+        if parts := earlier(RESULTS / name):
+            repeated = confirmed(RESULTS / REPEATED, name, parts)
+            (agreeing if repeated else late).append(f"`{name}`")
+            rows += repeated
     lines = [f"Stale, measured with earlier code: {', '.join(late)}."] if late else []
     if agreeing:
-        rows = sum(repetitions(RESULTS / name) for name in names)
         lines.append(f"Measured with earlier code: {', '.join(agreeing)}. Rows repeated with the present code "
                      f"agree: {rows}.")  # fmt: skip
     return "\n\n".join(lines)
@@ -405,7 +407,10 @@ def with_stale_lines(text: str) -> str:
 
 def stale(path: Path) -> list[str]:
     """Returns the commits of rows whose code has changed since the measurement, sorted; none of a confirmed file."""
-    return [] if repetitions(path) else sorted(set().union(*earlier(path).values()))
+    parts = earlier(path)
+    if not parts or confirmed(RESULTS / REPEATED, path.relative_to(RESULTS).as_posix(), parts):
+        return []
+    return sorted(set().union(*parts.values()))
 
 
 def earlier(path: Path) -> dict[Part, set[str]]:
@@ -425,13 +430,6 @@ def earlier(path: Path) -> dict[Part, set[str]]:
         if not is_present(part, commit, code):
             found.setdefault(part, set()).add(commit)
     return found
-
-
-def repetitions(path: Path) -> int:
-    """Returns how many rows of a file of earlier code were repeated with the present code; 0 if that does not confirm
-    the file."""
-    parts = earlier(path)
-    return confirmed(RESULTS / REPEATED, path.relative_to(RESULTS).as_posix(), parts) if parts else 0
 
 
 def print_stale() -> int:

@@ -8,7 +8,6 @@ import io
 import re
 import subprocess
 import tarfile
-import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -32,6 +31,9 @@ ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kerne
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
             "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
+
+# Finds comments in a tenth of the time of `tokenize`. Strings are found too, because a "#" in them begins no comment.
+STRING_OR_COMMENT = re.compile(r"""('{3}|"{3}|'|")(?:\\.|[^\\])*?\1|#[^\n]*""", re.DOTALL)
 
 
 class Part(NamedTuple):
@@ -149,11 +151,7 @@ def _names_and_code(source: str) -> tuple[tuple[str, ...], str]:
         docstrings, and without lines that are empty then.
     """
     names: list[str] = []
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+    lines = STRING_OR_COMMENT.sub(lambda found: found[0] if found[1] else "", source).splitlines()
     for node in _statements(source):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]

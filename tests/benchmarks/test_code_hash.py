@@ -48,6 +48,13 @@ def test_it_does_not_depend_on_comments_and_docstrings(same):
     assert hashed("sympow.ops.a", a=same.replace("1", "'# 1'")) != hashed("sympow.ops.a")
 
 
+@pytest.mark.parametrize("text", ["'# 1'", '"\\"# 1"', "'''\n'# 1'''", '"""\\""" # 1"""', "'' + '# 1'", "r'\\' # 1'"])
+def test_no_comment_begins_in_a_string(text):
+    source = f"x = {text}"
+    assert hashed("sympow.ops.a", a=f"{source}  # of 'b'") == hashed("sympow.ops.a", a=source)
+    assert hashed("sympow.ops.a", a=source.replace("1", "2")) != hashed("sympow.ops.a", a=source)
+
+
 TRITON = {
     "sympow/ops/triton/adapt.py": "from sympow.ops.triton import decode, output\n",
     "sympow/ops/triton/decode.py": "def _rows(): return 1\n",
