@@ -94,7 +94,7 @@ def test_the_readme_quotes_the_committed_times():
             if row["mode"] == "forward+backward" and "cuDNN" in row["peer"] and row["gated"]
             and (row["p"], row["B"], row["H"], row["G"]) == (2, 8, 12, 12)}  # fmt: skip
     texts = [" ".join((tables.ROOT / name).read_text().split()) for name in ("README.md", "docs/results/speed.md")]
-    assert 9.5 <= rows[64, 65536] < 10.5 and all("a tenth of" in text for text in texts)
+    assert 9 <= rows[64, 65536] < 11 and all("a tenth of" in text for text in texts)
     assert 2.8 <= rows[128, 65536] < 3.2 and "a third with K = V = 128" in texts[0] and "a third of it" in texts[1]
     times = [f"{1 / rows[width, 4096]:.1f}" for width in (64, 128)]
     assert f"at 4,096 tokens {times[0]} and {times[1]} times its time" in texts[0]
