@@ -23,7 +23,7 @@ from sympow.models.slots import Slots
 
 GROWING, WHOLE = "teacher, growing cache", "teacher, whole cache"
 PAIR, GATED = "window,delta", "window,gated"
-CONVERTED = {  # students of docs/results/conversion.md: `const`, `delta`, `power` and `hybrid_delta`
+CONVERTED = {  # `delta` and `hybrid_delta` are students of docs/results/conversion.md
     "windows of 1,024 and power": "window,power",
     "windows of 1,024 and delta rule": PAIR,
     "power": "power",

@@ -51,7 +51,7 @@ def _gap(rows: Sequence[Row]) -> Figure:
         after.plot([read[run] for run in known], [losses[run] for run in known], **style)
     during.set_yscale("log")
     during.minorticks_off()
-    ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+    ticks = [0.1, 0.2, 0.5, 1, 2, 5]
     during.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     during.set_title("during phase A")
     during.legend()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/conversion")
 PAGE = ROOT / "docs" / "results" / "conversion.md"
 # In the order of the page.
-STUDENTS = ("hybrid_delta", "delta", "deltanet", "windows", "all_delta", "const", "power")
+STUDENTS = ("hybrid_delta", "delta", "deltanet", "windows", "all_delta")
 Row = dict[str, Any]
 
 
