@@ -157,28 +157,31 @@ def choice_table(evidence: Evidence) -> str:
     for variant, name in MODELS.items():
         cells = [name, *(_losses(evidence.losses(variant, *setting)) for setting in settings)]
         cells += [] if far is None else [_losses(evidence.losses(variant, TRAINED_AT, far, DOCUMENT))]
-        speeds = [evidence.speed(variant, context) for context in LENGTHS[:2]]
-        cells.append("; ".join("not timed" if speed is None else f"{speed / 1e6:.2f}M" for speed in speeds)
-                     if any(speeds) else "not timed")  # fmt: skip
-        cells.append("; ".join(f"{sequence_bytes(variant, tokens) / 1e6:,.0f}" for tokens in LENGTHS))
+        cells += _costs(evidence, variant)
         step = evidence.step_microseconds(variant)
         lines.append([*cells, "not timed" if step is None else f"{step:.1f}"])
     return table(" | ".join(heading), lines)
 
 
 def short_table(evidence: Evidence) -> str:
-    """Returns a row for each model: losses in rows as trained and in whole documents, speed, and bytes."""
+    """Returns a row for each model: losses in rows as trained and in whole documents, speeds, and bytes."""
     tokens = evidence.far()
-    heading = (f"{_millions(tokens or 0)} tokens in rows of {TRAINED_AT:,} | loss, nats (95%) | "
-               f"loss in rows of {DOCUMENT:,} | training in such rows, tokens/s on an {evidence.timed_on()} | "
-               "MB of a sequence of 4,096; 65,536; 1M tokens")  # fmt: skip
+    heading = (f"trained on {_millions(tokens or 0)} tokens in rows of {TRAINED_AT:,} | loss, nats (95%) | "
+               f"loss in rows of {DOCUMENT:,} | training in rows of {TRAINED_AT:,}; {DOCUMENT:,}, tokens/s "
+               f"on an {evidence.timed_on()} | MB of a sequence of 4,096; 65,536; 1M tokens")  # fmt: skip
     lines = []
     for variant in FIVE:
         losses = [_losses(evidence.losses(variant, TRAINED_AT, tokens or 0, at)) for at in (None, DOCUMENT)]
-        speed = evidence.speed(variant, DOCUMENT)
-        lines.append([MODELS[variant], *losses, "not timed" if speed is None else f"{speed / 1e6:.2f}M",
-                      "; ".join(f"{sequence_bytes(variant, length) / 1e6:,.0f}" for length in LENGTHS)])  # fmt: skip
+        lines.append([MODELS[variant], *losses, *_costs(evidence, variant)])
     return table(heading, lines)
+
+
+def _costs(evidence: Evidence, variant: str) -> list[str]:
+    """Returns the tokens a second of training in short rows and in whole documents, and the MB of a sequence."""
+    speeds = [evidence.speed(variant, context) for context in LENGTHS[:2]]
+    timed = "; ".join("not timed" if speed is None else f"{speed / 1e6:.2f}M" for speed in speeds)
+    sizes = "; ".join(f"{sequence_bytes(variant, tokens) / 1e6:,.0f}" for tokens in LENGTHS)
+    return [timed if any(speeds) else "not timed", sizes]
 
 
 def _losses(losses: Sequence[float]) -> str:
