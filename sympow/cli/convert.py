@@ -14,7 +14,7 @@ from sympow.cli.options import RUN, AddCommand, Refuse, add_fields, add_number, 
 if TYPE_CHECKING:
     from sympow.models import LanguageModel, ModelConfig
 
-POWER, WINDOW = 2, 1024  # of new layers, if the command names no others
+PATTERN, POWER, WINDOW = "window,delta", 2, 1024  # of new layers, if the command names no others
 
 _CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
 attention, with or without the delta rule, or by window attention; docs/guides/conversion.md lists the models. A pattern
@@ -37,8 +37,9 @@ def add(command: AddCommand) -> None:
     convert = command("convert", "Convert a pretrained model into one with power attention.", _CONVERT)
     add_path(convert, "model", "MODEL", "Read this model: a folder or an id of Hugging Face, or a GGUF file.")
     add_path(convert, "--out", "DIR", "Write the result into this folder, which is new or empty.", required=True)
-    convert.add_argument("--pattern", metavar="LAYERS", default="power",
-                         help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
+    convert.add_argument("--pattern", metavar="LAYERS",
+                         help="Repeat these kinds of layers, such as power*5,softmax (default: those of a model with "
+                              f"power attention, otherwise {PATTERN} with --unshare).")  # fmt: skip
     add_number(convert, "--p", f"Give new power and delta layers this power (default: {POWER}).", metavar="P")
     add_number(convert, "--window", f"Give new layers of window attention N tokens (default: {WINDOW:,}).")
     convert.add_argument("--unshare", action="store_true",
@@ -78,7 +79,7 @@ def _check_choice(options: argparse.Namespace, refuse: Refuse) -> None:
     from sympow.conversion import parse_pattern
 
     try:
-        kinds = set(parse_pattern(options.pattern))
+        kinds = set(parse_pattern(options.pattern or PATTERN))
     except ValueError as error:
         refuse(str(error))
     for option, value, users in (("--p", options.p, ("power", "delta")), ("--window", options.window, ("window",))):
@@ -93,7 +94,7 @@ def run_convert(options: argparse.Namespace) -> None:
         options.out,
         pattern=options.pattern,
         p=POWER if options.p is None else options.p,
-        window=WINDOW if options.window is None else options.window,
+        window=options.window,
         unshare=options.unshare,
         keep=options.keep,
         by=options.by,
@@ -148,9 +149,9 @@ def convert_model(
     source: str,
     out: str | os.PathLike[str],
     *,
-    pattern: str,
-    p: int,
-    window: int,
+    pattern: str | None = None,
+    p: int = POWER,
+    window: int | None = None,
     unshare: bool = False,
     keep: str | None = None,
     by: str | None = None,
@@ -160,9 +161,10 @@ def convert_model(
     Args:
         source: as for `load_pretrained`.
         out: a new or an empty folder.
-        pattern: as for `parse_pattern` and `swap_mixers`.
+        pattern: as for `parse_pattern` and `swap_mixers`; None: the layers of a source with power attention are kept,
+            and any other source gets PATTERN and `unshare`.
         p: as for `parse_pattern` and `swap_mixers`.
-        window: as for `parse_pattern` and `swap_mixers`.
+        window: as for `parse_pattern` and `swap_mixers`; None: WINDOW.
         unshare: as for `swap_mixers`.
         keep: as for `parse_kept`; None: the pattern gives all layers.
         by: the texts by which the layers to keep are chosen, as for `rows_of`.
@@ -184,17 +186,23 @@ def convert_model(
     from sympow.training.devices import resolve_device
     from sympow.training.run_folder import new_folder, write_run_folder
 
-    kinds, kept, folder = parse_pattern(pattern), () if keep is None else parse_kept(keep), new_folder(out)
+    kinds, kept, folder = parse_pattern(pattern or PATTERN), () if keep is None else parse_kept(keep), new_folder(out)
+    heads, unshare = unshare, unshare or pattern is None
     if by is not None:
         find_texts(by)  # before the model is read
 
     def check(tokenizer: str | None, power: ModelConfig | None) -> None:
+        nonlocal kinds, unshare
         if tokenizer is None:
             raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
-        if power is not None and keeps_layers(power, kinds, p, unshare) and kept:
-            raise ValueError("the layers of the model have power attention, which is kept; --keep is for softmax")
+        if power is not None and pattern is None:
+            kinds, unshare = ("power",), heads
+        if power is not None and keeps_layers(power, kinds, p, unshare) and (kept or window is not None):
+            raise ValueError("the layers of the model have power attention, which is kept; --keep and --window are for "
+                             "softmax")  # fmt: skip
 
     pretrained = load_pretrained(source, check)
+    window = WINDOW if window is None else window
     model, text = pretrained.model, str(pretrained.tokenizer)  # which the check has seen
     if len(set(kinds)) > 1 and len(kinds) > model.config.n_layers:
         raise ValueError(f"the pattern has {len(kinds):,} layers, and {source} has {model.config.n_layers}")

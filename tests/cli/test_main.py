@@ -741,7 +741,10 @@ def test_two_dashes_are_no_value(fails, words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--window", 64], "--window is for window layers, and the pattern has none: power (see "),
+        (
+            ["--pattern", "power", "--window", 64],
+            "--window is for window layers, and the pattern has none: power (see ",
+        ),
         (["--pattern", "window*2,gated", "--p", 3], "--p is for power and delta layers, and the pattern has none: "),
     ],
 )

@@ -118,6 +118,14 @@ def test_layers_that_cannot_be_kept_are_refused_before_the_choice(folder, capsys
     assert "data.path" not in error and not (folder / "refused").exists()
 
 
+def test_the_usual_layers_are_windows_and_the_delta_rule_in_turns(folder, tmp_path):
+    assert main(["convert", f"{folder}/hf", "--out", f"{tmp_path}/usual"]) == 0
+    config = load_model(tmp_path / "usual").model.config
+    mixers = [config.mixer(layer) for layer in range(4)]
+    assert [mixer.name for mixer in mixers] == ["window", "power_delta"] * 2
+    assert mixers[0].options["window"] == 1024 and mixers[1].options["n_kv_heads"] == config.n_heads
+
+
 @pytest.mark.parametrize(("kind", "more"), [("power", ()), ("delta", ()), ("delta", ("--unshare",))])
 def test_gated_layers_that_are_chosen_train_and_load_everywhere(folder, capsys, kind, more):
     name = f"gated-{kind}{len(more)}"
