@@ -19,6 +19,7 @@ import torch
 from benchmarks.common.measure import csv_file, keep, measured
 from benchmarks.pages.conversion_report import PAGE, RESULTS, read_rows, write_report
 from sympow.conversion.distillation import load_teacher
+from sympow.conversion.swap import kind_of
 from sympow.data import open_corpus
 from sympow.evaluation import context_losses
 from sympow.ops import rotary_frequencies
@@ -85,7 +86,7 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields rows of one converted model and its teacher, each when it is measured."""
     device = resolve_device(options.device)
     run, teacher = load(path, device), load_teacher(options.teacher).to(device).eval()
-    names = [run.model.config.mixer(layer).name.removeprefix("power_") for layer in range(run.model.config.n_layers)]
+    names = [kind_of(run.model.config.mixer(layer)) for layer in range(run.model.config.n_layers)]
     about = {"run": Path(path).name, "layers": ",".join(names)}
     models = {"converted": run.model, "teacher": teacher}
     if {"loss", "positions"} & set(options.parts):
