@@ -112,9 +112,9 @@ def gpu_table(rows: list[dict]) -> str:
         memory = "" if ours["extra_mb"] is None else f"{ours['extra_mb']:,.0f}"
         lines.append([*key, f"{ours['ms']:.2f}", *ratios, memory])
     about = f"{rows[0]['dtype']}; up to T = 4,096 as CUDA graphs"
-    measured = dict.fromkeys(row["cold_start_s"] for row in rows if row["cold_start_s"])
+    measured = sorted({row["cold_start_s"] for row in rows if row["cold_start_s"]})
     if measured:
-        cold = " and ".join(f"{seconds:.1f}" for seconds in measured)
+        cold = " to ".join(f"{seconds:.1f}" for seconds in dict.fromkeys((measured[0], measured[-1])))
         about += f"; a first forward and backward, with nothing compiled before: {cold} s"
     heading = " | ".join(["p | K = V | B | H | G | gate | T | mode | ms", *peers, "extra memory, MB"])
     return titled(heading, lines, rows, about, left=(5, 7))
@@ -283,7 +283,7 @@ def long_row_table(rows: list[dict]) -> str:
     (row,) = rows
     heading = " | ".join(f"{10 * i}-{10 * (i + 1)}%" for i in range(len(row["tenths"])))
     about = f"{row['length']:,} tokens forward and backward in {row['seconds']:.1f} s, {row['peak_gib']} GiB"
-    about += f"; last tenth less the one before {row['rise_at_the_end']:+.4f} +- {row['standard_error']:.4f}"
+    about += f"; last tenth less the one before {row['rise_at_the_end']:+.4f} ± {row['standard_error']:.4f}"
     return titled(heading, [[f"{loss:.4f}" for loss in row["tenths"]]], rows, about, left=())
 
 
@@ -386,8 +386,7 @@ def stale_lines(names: Sequence[str]) -> str:
             rows += repeated
     lines = [f"Stale, measured with earlier code: {', '.join(late)}."] if late else []
     if agreeing:
-        lines.append(f"Measured with earlier code: {', '.join(agreeing)}. Rows repeated with the present code "
-                     f"agree: {rows}.")  # fmt: skip
+        lines.append(f"Measured with earlier code: {', '.join(agreeing)}; {rows} rows measured again agree.")
     return "\n\n".join(lines)
 
 

@@ -70,7 +70,7 @@ def _summary(rows: list[Row]) -> Iterator[str]:
     if any(peers):
         ratios = [f"{row['model']} {row['tokens_per_second'] / max(peers):.2f}"
                   for row in decoding if not row["model"].startswith("teacher")]  # fmt: skip
-        yield f"- Decoding behind 32,768 tokens, in times the teacher's rate: {'; '.join(ratios)}."
+        yield f"- Decoding after 32,768 tokens, where the teacher's rate is 1: {'; '.join(ratios)}."
 
 
 def _of_run(rows: list[Row]) -> Iterator[str]:

@@ -273,7 +273,7 @@ def test_other_pages_quote_the_committed_rows():
 
     decision = " ".join((ROOT / "docs/decisions/0007-block.md").read_text(encoding="utf-8").split())
     early, late = (ratio("tokens_16384", "power", 3, tokens=tokens) for tokens in (SHORT, MIDDLE))
-    assert f"16,384 it is {early} after 30, {late} after 100." in decision
+    assert f"16,384 tokens it is {early} after 30 million tokens and {late} after 100 million." in decision
     names = {"power": "p = 2", "power_p4_k24": "p = 4, K = 24",
              "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
              "hybrid_window": "power, and windows of 512 in every second layer",

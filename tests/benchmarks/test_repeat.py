@@ -48,7 +48,7 @@ def test_a_file_is_confirmed(repeated, tmp_path, monkeypatch, capsys):
         (4096, "ms", 1.0, 1.0, "time"), (4096, "ratio", 2.0, 1.9, "ratio")]  # fmt: skip
     assert {(line["processor"], line["commit"], line["code"]) for line in lines} == {(H200, "unknown", NOW)}
     assert tables.stale_lines(["ops_h200.csv"]) == (
-        "Measured with earlier code: `ops_h200.csv`. Rows repeated with the present code agree: 2."
+        "Measured with earlier code: `ops_h200.csv`; 2 rows measured again agree."
     )
     monkeypatch.setattr("sys.argv", ["tables", "--stale"])
     capsys.readouterr()
