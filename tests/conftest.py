@@ -34,6 +34,11 @@ settings.register_profile("sympow", derandomize=True, deadline=None, database=No
 settings.load_profile("sympow")
 
 
+def pytest_xdist_auto_num_workers():
+    """Returns one worker more than there are processors, because many tests wait for processes that they start."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure():
     """Lets every worker have one server of forked processes, with all that the processes of any test import."""
     if "PYTEST_XDIST_WORKER" in os.environ:
