@@ -79,7 +79,7 @@ def _check_choice(options: argparse.Namespace, refuse: Refuse) -> None:
     from sympow.conversion import parse_pattern
 
     try:
-        kinds = set(parse_pattern(options.pattern or PATTERN))
+        kinds = set(parse_pattern(PATTERN if options.pattern is None else options.pattern))
     except ValueError as error:
         refuse(str(error))
     for option, value, users in (("--p", options.p, ("power", "delta")), ("--window", options.window, ("window",))):
@@ -186,8 +186,9 @@ def convert_model(
     from sympow.training.devices import resolve_device
     from sympow.training.run_folder import new_folder, write_run_folder
 
-    kinds, kept, folder = parse_pattern(pattern or PATTERN), () if keep is None else parse_kept(keep), new_folder(out)
+    kinds = parse_pattern(PATTERN if pattern is None else pattern)
     heads, unshare = unshare, unshare or pattern is None
+    kept, folder = () if keep is None else parse_kept(keep), new_folder(out)
     if by is not None:
         find_texts(by)  # before the model is read
 
