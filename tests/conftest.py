@@ -34,6 +34,7 @@ settings.register_profile("sympow", derandomize=True, deadline=None, database=No
 settings.load_profile("sympow")
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_auto_num_workers():
     """Returns one worker more than there are processors, because many tests wait for processes that they start."""
     return (os.cpu_count() or 1) + 1
