@@ -32,7 +32,7 @@ ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kerne
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
             "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
 
-# Finds comments in a tenth of the time of `tokenize`. Strings are found too, because a "#" in them begins no comment.
+# Finds comments faster than `tokenize` does. Strings are found too, because a "#" in them begins no comment.
 STRING_OR_COMMENT = re.compile(r"""('{3}|"{3}|'|")(?:\\.|[^\\])*?\1|#[^\n]*""", re.DOTALL)
 
 

@@ -149,9 +149,9 @@ def convert_model(
     source: str,
     out: str | os.PathLike[str],
     *,
-    pattern: str | None = None,
-    p: int = POWER,
-    window: int | None = None,
+    pattern: str | None,
+    p: int,
+    window: int | None,
     unshare: bool = False,
     keep: str | None = None,
     by: str | None = None,
@@ -187,23 +187,23 @@ def convert_model(
     from sympow.training.run_folder import new_folder, write_run_folder
 
     kinds = parse_pattern(PATTERN if pattern is None else pattern)
-    heads, unshare = unshare, unshare or pattern is None
     kept, folder = () if keep is None else parse_kept(keep), new_folder(out)
     if by is not None:
         find_texts(by)  # before the model is read
 
     def check(tokenizer: str | None, power: ModelConfig | None) -> None:
-        nonlocal kinds, unshare
+        nonlocal kinds
         if tokenizer is None:
             raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
         if power is not None and pattern is None:
-            kinds, unshare = ("power",), heads
+            kinds = ("power",)
         if power is not None and keeps_layers(power, kinds, p, unshare) and (kept or window is not None):
-            raise ValueError("the layers of the model have power attention, which is kept; --keep and --window are for "
-                             "softmax")  # fmt: skip
+            raise ValueError("the layers of the model have power attention, which is kept; --keep and --window need "
+                             "layers of softmax attention")  # fmt: skip
 
     pretrained = load_pretrained(source, check)
     window = WINDOW if window is None else window
+    unshare = unshare or (pattern is None and "delta" in kinds)
     model, text = pretrained.model, str(pretrained.tokenizer)  # which the check has seen
     if len(set(kinds)) > 1 and len(kinds) > model.config.n_layers:
         raise ValueError(f"the pattern has {len(kinds):,} layers, and {source} has {model.config.n_layers}")

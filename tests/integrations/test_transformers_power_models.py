@@ -546,8 +546,8 @@ def test_shards_that_mislead_are_refused(tmp_path, monkeypatch, change, line):
         (["--pattern", "softmax"], "kept by the pattern power; got 'softmax'"),
         (["--p", "4"], "have power attention with p = 2, which is kept; got p = 4"),
         (["--unshare"], "have power attention, which is kept, as its key/value heads are"),
-        (["--keep", "1", "--by", __file__], "have power attention, which is kept; --keep and --window are for softmax"),
-        (["--window", "64"], "have power attention, which is kept; --keep and --window are for softmax"),
+        (["--keep", "1", "--by", __file__], "have power attention, which is kept; --keep and --window need layers of"),
+        (["--window", "64"], "have power attention, which is kept; --keep and --window need layers of"),
         (None, "hf has no tokenizer.json: a converted model"),
     ],
 )
