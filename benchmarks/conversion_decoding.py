@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,17 +17,21 @@ import torch
 from benchmarks.common.measure import keep, measured, options, synchronize
 from sympow.conversion.swap import parse_pattern, swap_mixers
 from sympow.layers.cache import KVCache
-from sympow.layers.softmax import GatedCache
+from sympow.layers.state import MixerState
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState
 from sympow.models.slots import Slots
 
 GROWING, WHOLE = "teacher, growing cache", "teacher, whole cache"
 PAIR, GATED = "window,delta", "window,gated"
-CONVERTED = {  # `delta` and `hybrid_delta` are students of docs/results/conversion.md
-    "windows of 1,024 and power": "window,power",
-    "windows of 1,024 and delta rule": PAIR,
-    "power": "power",
-    "windows, delta rule and five gated": ",".join([GATED] * 2 + [PAIR] * 4 + [GATED, PAIR] + [GATED] * 2 + [PAIR] * 5),
+FIVE_GATED = ",".join([GATED] * 2 + [PAIR] * 4 + [GATED, PAIR] + [GATED] * 2 + [PAIR] * 5)
+CONVERTED = {  # pattern and p; all but those of power are students of docs/results/conversion.md
+    "windows of 1,024": ("window", 2),
+    "windows of 1,024 and power": ("window,power", 2),
+    "windows of 1,024 and delta rule": (PAIR, 2),
+    "windows of 1,024 and delta rule, p = 1": (PAIR, 1),
+    "windows, delta rule and five gated": (FIVE_GATED, 2),
+    "power": ("power", 2),
+    "delta rule": ("delta", 2),
 }
 SHAPE = {"smollm2": (49_152, 576, 30, 9, 3, 1536), "tiny": (256, 32, 2, 2, 1, 64)}
 
@@ -46,9 +50,9 @@ def measure(
     precision = torch.bfloat16 if device.type == "cuda" else torch.float32
     teacher = LanguageModel(shaped(shape), seed=0).to(device, precision).eval()
     for context in contexts:
-        for name, pattern in ({GROWING: "softmax", WHOLE: "softmax"} | CONVERTED).items():
+        for name, (pattern, p) in ({GROWING: ("softmax", 2), WHOLE: ("softmax", 2)} | CONVERTED).items():
             kinds = parse_pattern(pattern)[: len(teacher.blocks)]
-            model = swap_mixers(teacher, kinds, window=1024, unshare="delta" in kinds)
+            model = swap_mixers(teacher, kinds, p=p, window=1024, unshare="delta" in kinds)
             row = {"kind": "decoding", "shape": shape, "model": name, "context": context, "batch": batch}
             yield row | decoding(model, batch, context, tokens, grows=name == GROWING)
             del model
@@ -84,19 +88,17 @@ def decoding(model: LanguageModel, batch: int, context: int, tokens: int, *, gro
 
 
 def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:
-    def filled(cache: KVCache) -> KVCache:
-        held = context if cache.limit is None else min(context, cache.limit)
-        shapes = [(*x.shape[:2], held, x.shape[3]) for x in (cache.k, cache.v)]
-        return cache.extend(*(torch.randn(shape, device=cache.k.device, dtype=cache.k.dtype) for shape in shapes))
+    return ModelState([_filled(layer, context) for layer in model.init_state(batch).layers])
 
-    layers = []
-    for layer in model.init_state(batch).layers:
-        if isinstance(layer, KVCache):
-            layer = filled(layer)
-        elif isinstance(layer, GatedCache):
-            layer = replace(layer, cache=filled(layer.cache))
-        layers.append(layer)
-    return ModelState(layers)
+
+def _filled(state: MixerState, context: int) -> MixerState:
+    """Returns a state in which all caches, also those of its parts, hold random keys and values of `context` tokens."""
+    if isinstance(state, KVCache):
+        held = context if state.limit is None else min(context, state.limit)
+        shapes = [(*x.shape[:2], held, x.shape[3]) for x in (state.k, state.v)]
+        return state.extend(*(torch.randn(shape, device=state.k.device, dtype=state.k.dtype) for shape in shapes))
+    parts = {field.name: getattr(state, field.name) for field in fields(state)}
+    return replace(state, **{n: _filled(x, context) for n, x in parts.items() if isinstance(x, MixerState)})
 
 
 def main() -> None:

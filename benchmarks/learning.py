@@ -27,7 +27,7 @@ import torch
 from benchmarks.common.measure import known, refuses, write
 from benchmarks.context_scaling import cost, found
 from benchmarks.context_scaling.data import name_of, read_documents
-from benchmarks.context_scaling.grid import BILLION, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
+from benchmarks.context_scaling.grid import BILLION, LONG, MIDDLE, SCALES, SHORT, WHOLE, LearningRun, Run
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
@@ -106,9 +106,11 @@ GRIDS: dict[str, list[LearningRun]] = {
     "offset_middle": runs(OFFSETS[:2], (4096,), MIDDLE),
     "offset_long": runs(OFFSETS[:2], (4096,), LONG),
     "offset_hybrid": runs(('hybrid_heads_delta+hybrid_heads.options={"offset":0.09}',), (4096,), MIDDLE),
+    # Fused projections as one matrix, in place of queries, keys and values each alone.
+    "whole": runs(("power_delta", "softmax_gate"), (4096,), optimizer=WHOLE),
     "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
-    "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),
+    "middle_65536": runs((*MAIN, "window", "hybrid_heads_delta"), (65_536,), MIDDLE, seeds=(0,)),
     "long": runs(("power_delta", "heads_delta", "softmax_gate", "power"), (4096,), LONG),
     # Claims of the papers. [SCRA] Table 4: equal states and FLOPs; Figures 3 and 1: linear attention beside a window of
     # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.

@@ -1,24 +1,22 @@
-"""Measures what rows of a million tokens of text bring: the loss by position, and what it owes to the far context.
+"""Measures what documents of a million tokens bring to trained models: the loss by position, and what it owes to the
+far context.
 
-A model of power attention (`scaling:power`) is trained on rows of `--context` tokens from documents of a million
-tokens. Then it reads every held-out document twice: once whole, and once in rows of `--context` tokens, where it has
-forgotten all that stands before the row. Both losses are compared on the same tokens, those in the second half of a
-row. There the model that reads rows knows at least half a row, so that their difference is the part of the far context.
-The loss by position alone would not show it, because some parts of a document are harder than others.
+`python -m benchmarks.learning run --keep RUNS` keeps its runs. Each of them reads held-out documents, which are rows of
+the corpus that follow one another. It reads them twice: once whole, and once in rows of the length of its training,
+where it has forgotten all that stands before the row. Both losses are compared on the same tokens, those in the second
+half of a row. There the model that reads rows knows at least half a row, so that their difference is the part of the
+far context. The loss by position alone would not show it, because some parts of a document are harder than others.
 
-OUT/long_text.csv holds a row for each range of positions: `loss` of whole documents; on the tokens in the second half
-of a row, `loss_late` of whole documents and `loss_in_rows`; `gain`, their difference, and `gain_half`, half of its 95%
-interval over the documents. OUT/long_text.png shows them. Rows of other contexts and seeds in OUT are kept. A training
-that was stopped continues.
+FILE holds a row for each run and range of positions: `loss` of whole documents; on the tokens in the second half of a
+row, `loss_late` of whole documents and `loss_in_rows`; `gain`, their difference, and `gain_half`, half of its 95%
+interval over the documents. A figure beside FILE shows them. Rows of other runs in FILE are kept.
 
-    sympow kernel-corpus --source PACKAGE --row-tokens 1048576 --out FOLDER
-    python -m benchmarks.long_text --corpus FOLDER --out OUT
+    python -m benchmarks.long_text --corpus CORPUS --runs RUNS/* --csv FILE
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -28,36 +26,19 @@ import numpy as np
 import torch
 
 from benchmarks.common.intervals import interval
-from benchmarks.common.measure import known, measured, write
-from benchmarks.context_scaling.data import name_of, read_data
+from benchmarks.common.measure import known, measured, refuses, write
+from benchmarks.context_scaling.data import name_of
 from benchmarks.context_scaling.work import fast_attention
-from sympow.data import Batches, Corpus
+from benchmarks.pages.learning_tables import LABELS
+from sympow.data import Corpus, TokenCorpus, ZarrCorpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
 from sympow.models import LanguageModel
-from sympow.recipes import load_recipe
-from sympow.training import RunConfig, load_model, override, train
+from sympow.training import load
 from sympow.training.devices import autocast
 
-RECIPE = "scaling:power"
-TOKENS = 1528 * 65_536  # of a training: 100 million
+KEY = ("variant", "trained_context", "tokens", "optimizer", "learning_rate", "seed")  # a run
+SHOWN_FROM = 512  # positions of the figure
 GAINS = ("loss_late", "loss_in_rows", "gain", "gain_half")  # columns; None at positions up to the training context
-GAIN_ROWS = 6  # that are printed
-
-
-def run_config(args: argparse.Namespace) -> RunConfig:
-    """Returns the config of the recipe on rows of the context, one a step; its warm-up keeps its share of the steps."""
-    config = load_recipe(RECIPE)
-    steps = max(1, args.tokens // args.context)
-    warmup = round(steps * config.training.warmup_steps / config.training.steps)
-    every = max(1, steps // 4)
-    return override(config, [
-        f"name=context-{args.context}-seed-{args.seed}",
-        f"data.path={args.corpus / 'train.zarr'}", f"data.held_out_path={args.corpus / 'heldout.zarr'}",
-        f"training.context={args.context}", "training.batch_size=1", f"training.steps={steps}",
-        f"training.warmup_steps={warmup}", "training.optimizer=adamw", f"training.learning_rate={args.learning_rate}",
-        f"training.seed={args.seed}", f"training.device={args.device}", f"training.checkpoint_every={every}",
-        "training.keep_checkpoints=1", f"execution.compile={'true' if args.compile else 'false'}",
-    ])  # fmt: skip
 
 
 def losses_in_rows(model: LanguageModel, documents: Corpus, width: int) -> np.ndarray:
@@ -99,70 +80,85 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     """Draws the loss of whole documents by position, and below it the gain from the far context."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 6))
+    figure = Figure(figsize=(7, 7))
     above, below = figure.subplots(2, 1, sharex=True)
-    for i, key in enumerate(dict.fromkeys((row["trained_context"], row["seed"]) for row in rows)):
-        own = [row for row in rows if (row["trained_context"], row["seed"]) == key]
+    runs = dict.fromkeys(tuple(row[name] for name in KEY) for row in rows)
+    seeds = len({row["seed"] for row in rows})
+    for i, key in enumerate(runs):
+        own = [row for row in rows if tuple(row[name] for name in KEY) == key]
         gained = [row for row in own if row["gain"] is not None]
-        name = f"{key[0]:,} tokens, seed {key[1]}"
-        above.plot([row["end"] for row in own], [row["loss"] for row in own], "o-", color=f"C{i}", label=name)
-        above.axvline(key[0], color=f"C{i}", linestyle=":")
+        known_as = LABELS.get(own[0]["variant"], own[0]["variant"])
+        name = known_as + (f", seed {own[0]['seed']}" if seeds > 1 else "")
+        shown = [row for row in own if row["end"] > SHOWN_FROM]
+        above.plot([row["end"] for row in shown], [row["loss"] for row in shown], "o-", color=f"C{i}", label=name)
+        above.axvline(own[0]["trained_context"], color="grey", linestyle=":")
         below.errorbar([row["end"] for row in gained], [row["gain"] for row in gained],
                        [row["gain_half"] or 0.0 for row in gained], fmt="o-", capsize=3, color=f"C{i}")  # fmt: skip
     below.axhline(0.0, color="grey", linewidth=0.8)
-    above.set(ylabel="loss, nats a token", title="Power attention on documents of text")
+    above.set(ylabel="loss, nats a token", title="Held-out documents of a million tokens")
     below.set(xscale="log", xlabel="position in the document, tokens", ylabel="gain from the far context, nats")
-    above.legend(title="trained on rows of")
+    above.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
 
-def main() -> int:
+def read_documents(corpus: Path, length: int, count: int, vocab_size: int) -> TokenCorpus:
+    """Returns held-out documents, evenly spaced among those of `length` tokens, each of rows that follow one another.
+
+    Raises ValueError where the rows of the corpus are not enough for one document.
+    """
+    rows = ZarrCorpus(str(corpus / "heldout.zarr"), vocab_size)
+    each = length // int(rows.lengths[0])
+    possible = len(rows) // each if each else 0
+    if possible == 0:
+        raise ValueError(f"expected held-out rows for a document of {length:,} tokens; got {len(rows)} rows of "
+                         f"{rows.lengths[0]:,} tokens")  # fmt: skip
+    chosen = np.linspace(0, possible - 1, min(count, possible)).astype(np.int64)
+    documents = (np.concatenate([rows[i] for i in range(n * each, (n + 1) * each)]) for n in chosen)
+    return TokenCorpus.from_documents(documents, vocab_size)
+
+
+def score(folder: Path, corpus: Path, length: int, count: int, device: str) -> list[dict[str, Any]]:
+    """Returns the rows of the model of a run folder of `benchmarks.learning`.
+
+    Raises ValueError for documents that are not twice as long as the rows of the training.
+    """
+    run = load(folder, torch.device(device))
+    settings = run.config.training
+    if length < 2 * settings.context:
+        raise ValueError(f"documents must have at least {2 * settings.context:,} tokens, twice the context of "
+                         f"{folder.name}; got {length:,}")  # fmt: skip
+    documents = read_documents(corpus, length, count, run.config.model.vocab_size)
+    with fast_attention(device), autocast(settings.precision, torch.device(device)):
+        in_rows = losses_in_rows(run.model, documents, settings.context)
+        whole = losses_in_rows(run.model, documents, int(documents.lengths[0]))
+    about = {"variant": folder.name.partition(f"-{settings.context}-")[0], "trained_context": settings.context,
+             "tokens": settings.steps * settings.batch_size * settings.context, "optimizer": settings.optimizer,
+             "learning_rate": settings.learning_rate, "seed": settings.seed, "documents": len(whole),
+             "length": whole.shape[1], "corpus": name_of(documents), **measured(device)}  # fmt: skip
+    return [about | row for row in by_position(whole, in_rows, settings.context)]
+
+
+@refuses
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_text", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
-    parser.add_argument("--corpus", type=Path, required=True, help="that of `sympow kernel-corpus`")
-    parser.add_argument("--context", type=int, default=65_536, help="tokens of the training rows (default: 65536)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of the training (default: {TOKENS})")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest one (default: 2e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the rows (default: 0)")
-    parser.add_argument("--compile", action="store_true", help="train with torch.compile")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the results")
+    parser.add_argument("--corpus", type=Path, required=True, help="the whole corpus that the runs trained on")
+    parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs that were kept")
+    parser.add_argument("--length", type=int, default=1_048_576, help="tokens of a document (default: 1048576)")
+    parser.add_argument("--documents", type=int, default=15, help="that are read (default: 15)")
+    parser.add_argument("--csv", type=Path, required=True, help="the file of the results")
     args = parser.parse_args()
-    config = run_config(args)
-    documents = read_data(config.data)
-    lengths = set(documents.held_out.lengths.tolist())
-    if len(lengths) > 1 or min(lengths) < 2 * args.context:
-        raise SystemExit(f"held-out documents must have one length, at least twice the context of {args.context:,}; "
-                         f"got {min(lengths):,} to {max(lengths):,} tokens")  # fmt: skip
-    batches = Batches(documents.train, args.context, 1, args.seed, pack=False)
-    with fast_attention(args.device):
-        trained = train(config, batches, args.out / config.name)
-        if trained.stopped_by:
-            print(f"stopped by {trained.stopped_by} at step {trained.step}: the same command goes on")
-            return 1
-        model = load_model(args.out / config.name, torch.device(args.device)).model
-        with autocast(config.training.precision, torch.device(args.device)):
-            in_rows = losses_in_rows(model, documents.held_out, args.context)
-            whole = losses_in_rows(model, documents.held_out, min(lengths))
-    key = {"trained_context": args.context, "seed": args.seed}
-    about = key | {"tokens": config.training.steps * args.context, "documents": len(whole), "length": min(lengths)}
-    about |= {"recipe": RECIPE, "corpus": name_of(documents.train), **measured(args.device)}
-    file = args.out / "long_text.csv"
-    rows = [row for row in known(file) if {name: row[name] for name in key} != key]
-    rows += [about | row for row in by_position(whole, in_rows, args.context)]
-    write(file, rows)
-    plot(rows, args.out / "long_text.png")
-    for row in rows[-GAIN_ROWS:]:
-        print(
-            f"positions {row['start']:,} to {row['end'] - 1:,}: loss {row['loss']:.4f}"
-            + (
-                ""
-                if row["gain"] is None
-                else f", gain from the far context {row['gain']:+.4f} +- {row['gain_half'] or 0:.4f}"
-            )
-        )
-    return 0
+    for folder in args.runs:
+        found = score(folder, args.corpus, args.length, args.documents, args.device)
+        key = {name: found[0][name] for name in KEY}
+        rows = [row for row in known(args.csv) if {name: row[name] for name in KEY} != key] + found
+        write(args.csv, rows)
+        plot(rows, args.csv.with_suffix(".png"))
+        for row in found:
+            gain = "" if row["gain"] is None else f", gain {row['gain']:+.4f} +- {row['gain_half'] or 0:.4f}"
+            print(f"{folder.name}, {row['start']:,} to {row['end'] - 1:,}: loss {row['loss']:.4f}{gain}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -74,7 +74,9 @@ RULES = {  # the first that matches
     "training_ranks_*": Rule(_PAIR, {"difference": 1e-3, "first_loss": GAP}),
     "training_*": Rule(_STEP, {"tokens_per_second": RATE}),
     "long_row_*": Rule("preset mixer p length trained_steps", {"seconds": TIME, "finite": 0, "flat_or_falling": 0}),
-    "long_text_*": Rule("trained_context seed start end", {"loss_late": SEEDS, "gain": 1e-3}),
+    "long_text_*": Rule(
+        "variant trained_context tokens optimizer learning_rate seed start end", {"loss": GAP, "gain": GAP}
+    ),
     "mqar_*": Rule(f"{_RECALL} learning_rate seed examples epochs batch_size", {"test_accuracy": POINT}),
     "zoology_trainer_*": Rule("mixer vocab_size length pairs steps learning_rate", {"test_accuracy": POINT}),
     "learning.csv": Rule(f"{_RUN} optimizer muon_rate scale corpus", _LOSS),

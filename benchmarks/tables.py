@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.common.code_hash import Part, is_present, part_of
 from benchmarks.common.measure import known, read
 from benchmarks.pages import context_tables
-from benchmarks.pages.learning_tables import learning_table
+from benchmarks.pages.learning_tables import LABELS, learning_table
 from benchmarks.pages.mqar_tables import (
     convolutions_table,
     deep_table,
@@ -41,7 +41,7 @@ NAMES = ("index.md", "guides/context-files.md", "guides/generation.md", "guides/
          "results/speed.md", "results/training.md")  # fmt: skip
 OTHERS = ("results/ar-hits.md", "results/conversion.md")  # tables of other programs
 MISSING = "Not measured yet."
-LONG_TEXT_FROM = 1024  # the first end of a range of positions in the table of long text
+LONG_TEXT_FROM = 32_768  # the first end of a range of positions in the table of long text
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAMES)]
 
 
@@ -288,20 +288,20 @@ def long_row_table(rows: list[dict]) -> str:
 
 
 def long_text_table(rows: list[dict]) -> str:
-    """Returns losses by position, and the gain from the far context, a row for each range of positions."""
+    """Returns losses by position, and the gain from the far context, a row for each model and range of positions."""
     lines = []
     for row in rows:
-        if row["gain"] is None and row["end"] < LONG_TEXT_FROM:
+        if row["end"] < LONG_TEXT_FROM:
             continue
-        cells = [f"{row['trained_context']:,}", row["seed"], f"{row['start']:,} to {row['end'] - 1:,}"]
+        cells = [LABELS.get(row["variant"], row["variant"]), f"{row['start']:,} to {row['end'] - 1:,}"]
         cells += ["" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "loss_in_rows", "loss_late")]
         half = "" if row["gain_half"] is None else f" ± {row['gain_half']:.4f}"
         lines.append([*cells, "" if row["gain"] is None else f"{row['gain']:+.4f}{half}"])
     row = rows[0]
-    about = (f"{row['recipe']}, {row['tokens']:,} tokens of training, {row['documents']} held-out documents of "
-             f"{row['length']:,} tokens")  # fmt: skip
-    heading = "trained on rows of | seed | positions | loss | in rows, late | whole, late | gain from the far context"
-    return titled(heading, lines, rows, about, left=(2,))
+    about = (f"one run each, {row['tokens']:,} tokens of training in rows of {row['trained_context']:,}; "
+             f"{row['documents']} held-out documents of {row['length']:,} tokens")  # fmt: skip
+    heading = "model | positions | loss | in rows, late | whole, late | gain from the far context"
+    return titled(heading, lines, rows, about, left=(0, 1))
 
 
 def hf_generate_table(rows: list[dict]) -> str:
@@ -354,7 +354,7 @@ TABLES = {
     "training_ranks_recipe_h200.csv": ranks_table,
     "training_ranks_learning_h200.csv": ranks_table,
     "long_row_h200.csv": long_row_table,
-    "long_text_h200.csv": long_text_table,
+    "long_text_gpu.csv": long_text_table,
     "hf_generate_h200.csv": hf_generate_table,
     "serving_cpu.csv": serving_table,
     "serving_h200.csv": serving_table,

@@ -68,9 +68,9 @@ class Found:
                 found[corpus, seed] = of_context[-1]
         return found
 
-    def speed(self, variant: str, context: int) -> int | None:
-        """Returns tokens a second of compiled training steps alone on a GPU; None where they were not timed."""
-        row = self._times.get((variant, context, "compiled"))
+    def speed(self, variant: str, context: int, mode: str = "compiled") -> int | None:
+        """Returns tokens a second of steps, see `speed.Case`, alone on a GPU; None where they were not timed."""
+        row = self._times.get((variant, context, mode))
         return None if row is None else row["tokens_per_second"]
 
     def timed_on(self) -> str:

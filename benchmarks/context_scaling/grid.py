@@ -179,9 +179,15 @@ class Run:
         )
 
 
+WHOLE = "muon_whole"  # Muon that orthogonalizes fused projections, such as q, k and v, as one matrix
+
+
 @dataclass(frozen=True)
 class LearningRun(Run):
-    """Describes a run; the fields besides those of `Run` are `training.optimizer` and `training.muon_rate`."""
+    """Describes a run; the fields besides those of `Run` are `training.optimizer` and `training.muon_rate`.
+
+    The optimizer may also be `WHOLE`.
+    """
 
     optimizer: str = "muon"
     muon_rate: float = 1.0
@@ -195,7 +201,8 @@ class LearningRun(Run):
     def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
         """Returns the recipe with fields set, as `Run.config` does, and its own optimizer."""
         config = super().config(scale, corpus, device, compiled)
-        training = replace(config.training, optimizer=self.optimizer, muon_rate=self.muon_rate)
+        optimizer = "muon" if self.optimizer == WHOLE else self.optimizer
+        training = replace(config.training, optimizer=optimizer, muon_rate=self.muon_rate)
         return replace(config, training=training)
 
 

@@ -11,19 +11,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.common.measure import measured
 from benchmarks.context_scaling.data import Documents, name_of, read_documents
-from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
+from benchmarks.context_scaling.grid import DOCUMENT, SCALES, WHOLE, Run
 from benchmarks.context_scaling.measures import by_position, contexts_of, gain, measure, some_of
 from benchmarks.context_use import LENGTHS, context_use
 from sympow.data import Batches, Corpus
 from sympow.evaluation import BigramCounts, ContextLosses, count_bigrams
 from sympow.models import LanguageModel
-from sympow.training import NonFiniteError, read_metrics, train
+from sympow.training import NonFiniteError, optimizer, read_metrics, train
+from sympow.training.optimizer import muon_weights
 from sympow.training.throughput import token_flops
 
 DONE, NOT_FINITE, FAILED = "done", "not finite", "failed"
@@ -105,7 +107,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
         if self.compiled:  # compiled code of earlier runs would count towards the limit of recompilations
             torch.compiler.reset()
-        with self._folder(run) as folder:
+        with self._folder(run) as folder, whole_matrices(run):
             train(config, batches, folder, observe=observe, quiet=True)
             if "held_out_loss" not in found:
                 raise InterruptedError(f"{run.name} was stopped before step {settings.steps}, its last one")
@@ -128,6 +130,13 @@ class Trainer:
         folder = self.keep / run.name
         shutil.rmtree(folder, ignore_errors=True)
         return nullcontext(str(folder))
+
+
+def whole_matrices(run: Run) -> AbstractContextManager[Any]:
+    """Lets Muon take fused projections as one matrix, where the optimizer of a run is `WHOLE`."""
+    if getattr(run, "optimizer", None) != WHOLE:
+        return nullcontext()
+    return patch.object(optimizer, "muon_weights", lambda model: [(x, [len(x)]) for x, _ in muon_weights(model)])
 
 
 def not_compiled(model: LanguageModel) -> LanguageModel:

@@ -13,6 +13,7 @@ from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, read
 from benchmarks.context_scaling.found import Found
 from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
+from benchmarks.context_scaling.speed import SEQUENCES
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
@@ -60,7 +61,6 @@ class Evidence:
                            for row in known(results / "learning_positions.csv")
                            if row["corpus"] == corpus and row["documents"] == 16}  # fmt: skip
         self._found = Found(results / "context_scaling")
-        self._steps = read(results / "decoding_h200.csv")
 
     def settings(self) -> list[tuple[int, int]]:
         """Returns context and tokens of the runs, sorted; those of 1,024 tokens are for short texts."""
@@ -95,23 +95,13 @@ class Evidence:
         best = max(counts, key=lambda tokens: (counts[tokens], tokens), default=0)
         return best if counts.get(best, 0) > 1 else None
 
-    def speed(self, variant: str, context: int) -> int | None:
-        """Returns tokens a second of training, alone on a GPU; None where they were not timed."""
-        return self._found.speed(variant, context)
+    def speed(self, variant: str, context: int, mode: str = "compiled") -> int | None:
+        """Returns tokens a second of training or decoding, alone on a GPU; None where they were not timed."""
+        return self._found.speed(variant, context, mode)
 
     def timed_on(self) -> str:
-        """Returns the processors on which training was timed."""
+        """Returns the processors on which speeds were measured."""
         return self._found.timed_on()
-
-    def step_microseconds(self, variant: str) -> float | None:
-        """Returns the mean time of a decoding step of a layer over 65,536 tokens, 12 heads, one sequence.
-
-        None where a mixer was not timed.
-        """
-        row = next(row for row in self._steps if (row["B"], row["H"], row["K"]) == (1, 12, 64))
-        known = {"power": row["ms_per_token"], "softmax": row["peer_ms"]}
-        names = [mixer.name for mixer in layers(variant)]
-        return 1e3 * mean(known[name] for name in names) if set(names) <= set(known) else None
 
 
 def run_name(row: Row) -> str:
@@ -148,18 +138,18 @@ def sequence_bytes(variant: str, tokens: int) -> int:
 
 
 def choice_table(evidence: Evidence) -> str:
-    """Returns a row for each model: losses by context and tokens of training, speed, bytes and decoding."""
+    """Returns a row for each model: losses by context and tokens of training, speeds, and bytes."""
     settings, far = evidence.settings(), evidence.far()
     heading = ["model", *(f"{context:,}, {_millions(tokens)}" for context, tokens in settings)]
     heading += [] if far is None else [f"{TRAINED_AT:,}, {_millions(far)}, read at {DOCUMENT:,}"]
-    heading += ["training, tokens/s at 4,096 and 65,536", "MB at 4,096, 65,536, 1M", "decoding, us a layer"]
+    heading += ["training, tokens/s at 4,096 and 65,536", "MB at 4,096, 65,536, 1M"]
+    heading += [f"decoding, tokens/s of {SEQUENCES} sequences after 4,096 and 65,536"]
     lines = []
     for variant, name in MODELS.items():
         cells = [name, *(_losses(evidence.losses(variant, *setting)) for setting in settings)]
         cells += [] if far is None else [_losses(evidence.losses(variant, TRAINED_AT, far, DOCUMENT))]
         cells += _costs(evidence, variant)
-        step = evidence.step_microseconds(variant)
-        lines.append([*cells, "not timed" if step is None else f"{step:.1f}"])
+        lines.append([*cells, _speeds(evidence, variant, "decoding")])
     return table(" | ".join(heading), lines)
 
 
@@ -178,10 +168,20 @@ def short_table(evidence: Evidence) -> str:
 
 def _costs(evidence: Evidence, variant: str) -> list[str]:
     """Returns the tokens a second of training in short rows and in whole documents, and the MB of a sequence."""
-    speeds = [evidence.speed(variant, context) for context in LENGTHS[:2]]
-    timed = "; ".join("not timed" if speed is None else f"{speed / 1e6:.2f}M" for speed in speeds)
     sizes = "; ".join(f"{sequence_bytes(variant, tokens) / 1e6:,.0f}" for tokens in LENGTHS)
-    return [timed if any(speeds) else "not timed", sizes]
+    return [_speeds(evidence, variant, "compiled"), sizes]
+
+
+def _speeds(evidence: Evidence, variant: str, mode: str) -> str:
+    """Returns the tokens a second in rows, or after a text, of the first two lengths."""
+    speeds = [evidence.speed(variant, context, mode) for context in LENGTHS[:2]]
+    if not any(speeds):
+        return "not timed"
+    return "; ".join("not timed" if speed is None else _rate(speed) for speed in speeds)
+
+
+def _rate(speed: float) -> str:
+    return f"{speed / 1e6:.2f}M" if speed >= 1e5 else f"{speed / 1e3:,.1f}k"
 
 
 def _losses(losses: Sequence[float]) -> str:
@@ -322,7 +322,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 }
 # The files that the tables are of.
 SOURCES = {
-    f"{FOLDER}/choice": ("learning.csv", f"{FOLDER}/speed.csv", "decoding_h200.csv"),
+    f"{FOLDER}/choice": ("learning.csv", f"{FOLDER}/speed.csv"),
     f"{FOLDER}/short": ("learning.csv", f"{FOLDER}/speed.csv"),
     f"{FOLDER}/claims": (f"{FOLDER}/runs.csv",),
     f"{FOLDER}/studies": (),

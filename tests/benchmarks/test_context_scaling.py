@@ -151,13 +151,14 @@ def test_bigrams_and_the_last_tokens_have_a_known_loss(tmp_path, monkeypatch, ca
 def test_times_are_kept_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(speed, "TIMED", 1)
     monkeypatch.setattr(speed, "WARM_UP", 1)
-    words = ("speed", "--variants", "power,softmax", "--contexts", 4096, "--modes", "eager", "--scale", "toy",
+    monkeypatch.setattr(speed, "STEPS", 1)
+    words = ("speed", "--variants", "power,softmax", "--contexts", 4096, "--modes", "eager,decoding", "--scale", "toy",
              "--device", "cpu", "--csv", tmp_path / "speed.csv")  # fmt: skip
     assert call(monkeypatch, program, *words) == 0
     with open(tmp_path / "speed.csv") as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["context"], row["mode"]) for row in rows] == [
-        ("power", "4096", "eager"), ("softmax", "4096", "eager")]  # fmt: skip
+        (variant, "4096", mode) for variant in ("power", "softmax") for mode in ("decoding", "eager")]  # fmt: skip
     assert mean(float(row["tokens_per_second"]) for row in rows) > 0 and all(row["code"] for row in rows)
     capsys.readouterr()
     assert call(monkeypatch, program, *words) == 0

@@ -134,13 +134,18 @@ def test_the_choice_is_of_the_rows_of_learning(tmp_path):
     made += [learned("window", 1.4, tokens=SHORT)]
     write_results(tmp_path / "learning.csv", [row for row, _ in made])
     write_results(tmp_path / "learning_positions.csv", [far for _, far in made])
-    write_rows(tmp_path / "decoding_h200.csv", [{"B": 1, "H": 12, "K": 64, "ms_per_token": 0.01, "peer_ms": 0.05}])
+    times = {"compiled": 1_500_000, "decoding": 12_345}
+    (tmp_path / "context_scaling").mkdir()
+    write_rows(tmp_path / "context_scaling/speed.csv", [
+        {"variant": "power", "context": 4096, "mode": mode, "tokens_per_second": rate} for mode, rate in times.items()
+    ])  # fmt: skip
     shown = context_tables.choice_table(context_tables.Evidence(tmp_path))
     assert shown.startswith("| model | 4,096, 30M | 4,096, 100M | 4,096, 100M, read at 65,536 | training")
-    assert "| softmax, gate |  | 1.500, one run | 1.400, one run | not timed | 38; 604; 9,664 | 50.0 |" in shown
-    assert "| power, p = 2 |  | 1.700 ± 0.248 | 1.600 ± 0.248 | not timed | 19; 19; 19 | 10.0 |" in shown
+    assert "| softmax, gate |  | 1.500, one run | 1.400, one run | not timed | 38; 604; 9,664 | not timed |" in shown
+    costs = "1.50M; not timed | 19; 19; 19 | 12.3k; not timed |"
+    assert f"| power, p = 2 |  | 1.700 ± 0.248 | 1.600 ± 0.248 | {costs}" in shown
     assert "| window of 1,024 | 1.400, one run |  |  | not timed | 9; 9; 9 | not timed |" in shown
-    assert "| hybrid, power |  |  |  | not timed | 23; 117; 1,627 | 16.7 |" in shown
+    assert "| hybrid, power |  |  |  | not timed | 23; 117; 1,627 | not timed |" in shown
     context_tables.draw(context_tables.Evidence(tmp_path))
 
 

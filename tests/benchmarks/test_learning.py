@@ -11,11 +11,14 @@ from benchmarks import learning
 from benchmarks.common import measure
 from benchmarks.common.measure import read
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES
+from benchmarks.context_scaling.work import whole_matrices
 from benchmarks.pages import learning_tables
 from benchmarks.tables import ROOT
+from sympow.models import LanguageModel
 from sympow.recall.results import group, read_rows
 from sympow.recipes import load_recipe
 from sympow.sweeps import run_jobs
+from sympow.training import optimizer
 from tests.benchmarks.corpora import random_corpus
 
 LENGTH = DOCUMENT // SCALES["toy"].shrink
@@ -38,6 +41,14 @@ def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
         run = next(run for run in runs if run.variant == variant)
         config = run.config(SCALES["full"], tmp_path, "cpu")
         assert (config.training.optimizer, config.training.learning_rate) == (run.optimizer, run.learning_rate)
+    (run,) = [run for run in learning.GRIDS["whole"] if (run.variant, run.seed) == ("power_delta", 0)]
+    config = run.config(SCALES["toy"], tmp_path, "cpu")
+    model = LanguageModel(replace(config.model, d_model=64, n_heads=1), seed=0)
+    split = optimizer.muon_weights(model)
+    with whole_matrices(run):
+        whole = optimizer.muon_weights(model)
+    assert config.training.optimizer == "muon" and optimizer.muon_weights(model) == split
+    assert [rows for _, rows in whole] == [[sum(rows)] for _, rows in split] != [rows for _, rows in split]
     default = load_recipe("scaling:power").training  # the recipes have what won
     assert (default.optimizer, default.learning_rate) == ("muon", learning.BEST)
 

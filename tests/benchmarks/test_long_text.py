@@ -1,6 +1,5 @@
 """The benchmark of a million tokens of text, on documents of a few."""
 
-import json
 import sys
 
 import numpy as np
@@ -11,10 +10,10 @@ from benchmarks import long_text
 from benchmarks.common.measure import read
 from benchmarks.long_text import by_position, losses_in_rows
 from benchmarks.tables import long_text_table
-from sympow.data import TokenCorpus
+from sympow.data import Batches, TokenCorpus, ZarrCorpus, open_corpus
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.recipes import load_recipe
-from sympow.training import override
+from sympow.training import override, train
 from tests.benchmarks.corpora import random_corpus
 
 LENGTH = 96
@@ -30,12 +29,28 @@ def documents():
 
 @pytest.fixture
 def corpus(tmp_path):
-    return random_corpus(tmp_path, 4, 3, LENGTH, vocab_size=64)
+    return random_corpus(tmp_path, 4, 7, LENGTH // 2, vocab_size=64)
+
+
+@pytest.fixture
+def trained(corpus):
+    """Returns a function that trains a run in a folder with the name of a run of `benchmarks.learning`."""
+
+    def train_at(context):
+        config = override(load_recipe("scaling:power"), [
+            *TINY, f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}",
+            f"training.context={context}", "training.batch_size=1", "training.micro_batch_size=1", "training.steps=2",
+            "training.warmup_steps=1", "training.device=cpu",
+        ])  # fmt: skip
+        folder = corpus / f"power+p=2-{context}-2M-x1-lr0.008-seed0-muon"
+        train(config, Batches(open_corpus(config.data).train, context, 1, 0, pack=False), folder, quiet=True)
+        return folder
+
+    return train_at
 
 
 def call(monkeypatch, corpus, *words):
-    monkeypatch.setattr(long_text, "load_recipe", lambda name: override(load_recipe(name), TINY))
-    where = ["--device", "cpu", "--corpus", str(corpus), "--out", str(corpus / "out"), "--tokens", "64"]
+    where = ["--device", "cpu", "--corpus", str(corpus), "--csv", str(corpus / "found.csv"), "--length", "96"]
     monkeypatch.setattr(sys, "argv", ["long_text", *where, *words])
     return long_text.main()
 
@@ -66,32 +81,31 @@ def test_the_gain_is_of_the_second_half_of_rows_behind_the_first():
     assert rows[5]["loss_in_rows"] == pytest.approx(2.6) and rows[5]["loss_late"] == rows[0]["loss"] == 2.0
 
 
-def test_command_keeps_the_rows_of_other_contexts(corpus, monkeypatch, capsys):
-    assert call(monkeypatch, corpus, "--context", "16") == 0
-    assert call(monkeypatch, corpus, "--context", "32") == 0
-    assert call(monkeypatch, corpus, "--context", "32") == 0  # the training is finished; its rows are replaced
-    rows = read(corpus / "out" / "long_text.csv")
-    assert [(row["trained_context"], row["start"]) for row in rows] == [
-        (context, start) for context in (16, 32) for start in (1, 2, 4, 8, 16, 32, 64)
+def test_command_keeps_the_rows_of_other_runs(corpus, trained, monkeypatch, capsys):
+    short, long = (str(trained(context)) for context in (16, 32))
+    call(monkeypatch, corpus, "--runs", short, "--documents", "2")
+    call(monkeypatch, corpus, "--runs", long, long)  # its rows are replaced
+    rows = read(corpus / "found.csv")
+    assert [(row["trained_context"], row["documents"], row["start"]) for row in rows] == [
+        (context, count, start) for context, count in ((16, 2), (32, 3)) for start in (1, 2, 4, 8, 16, 32, 64)
     ]
+    assert {(row["variant"], row["tokens"], row["optimizer"]) for row in rows} == {
+        ("power+p=2", 32, "muon"), ("power+p=2", 64, "muon")}  # fmt: skip
     assert [row["end"] for row in rows[-2:]] == [64, LENGTH]
-    config = json.loads((corpus / "out" / "context-32-seed-0" / "config.json").read_text())
-    assert config["training"]["optimizer"] == "adamw"  # its rate is one of AdamW, as are the rows of the page
     assert [row["gain"] is None for row in rows] == [True] * 4 + [False] * 3 + [True] * 5 + [False] * 2
-    assert (corpus / "out" / "long_text.png").stat().st_size > 1000
-    assert "gain from the far context" in capsys.readouterr().out
-    table = long_text_table(rows)
-    assert "| 32 | 0 | 64 to 95 | " in table and "3 held-out documents of 96 tokens" in table
+    assert (corpus / "found.png").stat().st_size > 1000
+    assert "32 to 63: loss 4." in capsys.readouterr().out
+    assert "3 held-out documents of 96 tokens" in long_text_table(rows[7:])
 
 
-def test_documents_without_far_context_are_refused(corpus, monkeypatch):
-    with pytest.raises(SystemExit, match="at least twice the context of 64; got 96 to 96 tokens"):
-        call(monkeypatch, corpus, "--context", "64")
+def test_documents_without_far_context_are_refused(corpus, trained, monkeypatch, capsys):
+    assert call(monkeypatch, corpus, "--runs", str(trained(40)), "--length", "72") == 2
+    assert "at least 80 tokens, twice the context of power+p=2-40-2M" in capsys.readouterr().err
+    assert call(monkeypatch, corpus, "--runs", str(trained(16)), "--length", "960") == 2
+    assert "for a document of 960 tokens; got 7 rows of 48 tokens" in capsys.readouterr().err
 
 
-def test_a_training_that_was_stopped_is_not_measured(corpus, monkeypatch, capsys):
-    from sympow.training.trainer import TrainingResult
-
-    monkeypatch.setattr(long_text, "train", lambda *_, **__: TrainingResult(3, 9, 1.0, "SIGTERM"))
-    assert call(monkeypatch, corpus, "--context", "16") == 1
-    assert capsys.readouterr().out == "stopped by SIGTERM at step 3: the same command goes on\n"
+def test_documents_are_rows_that_follow_one_another(corpus):
+    rows = ZarrCorpus(str(corpus / "heldout.zarr"), 64)
+    first, last = long_text.read_documents(corpus, 96, 2, 64)
+    assert first.tolist() == [*rows[0], *rows[1]] and last.tolist() == [*rows[4], *rows[5]]
