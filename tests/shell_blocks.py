@@ -54,7 +54,6 @@ SMALLER = {
     "sympow needles": "--context 512 --texts 1 --task single --values words",
     "sympow corpus": "--vocab-size 300 --row-tokens 64",
     "sympow kernel-corpus": "--source linux --vocab-size 300",
-    "sympow kernel-corpus --row-tokens": "--source linux --vocab-size 300 --row-tokens 64",
     "sympow doc-corpus": "--source debs --vocab-size 300",
     "sympow doc-corpus --tokenizer": "--source debs",
     "sympow needle-corpus": "--rows 2 --row-tokens 512",
