@@ -29,6 +29,7 @@ from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, measured, refuses, write
 from benchmarks.context_scaling.data import name_of
 from benchmarks.context_scaling.work import fast_attention
+from benchmarks.pages.context_tables import MODELS
 from benchmarks.pages.learning_tables import LABELS
 from sympow.data import Corpus, TokenCorpus, ZarrCorpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
@@ -80,14 +81,15 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     """Draws the loss of whole documents by position, and below it the gain from the far context."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 7))
+    figure = Figure(figsize=(7, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     runs = dict.fromkeys(tuple(row[name] for name in KEY) for row in rows)
     seeds = len({row["seed"] for row in rows})
     for i, key in enumerate(runs):
         own = [row for row in rows if tuple(row[name] for name in KEY) == key]
         gained = [row for row in own if row["gain"] is not None]
-        known_as = LABELS.get(own[0]["variant"], own[0]["variant"])
+        variant = own[0]["variant"]
+        known_as = MODELS.get(variant) or LABELS.get(variant, variant)
         name = known_as + (f", seed {own[0]['seed']}" if seeds > 1 else "")
         shown = [row for row in own if row["end"] > SHOWN_FROM]
         above.plot([row["end"] for row in shown], [row["loss"] for row in shown], "o-", color=f"C{i}", label=name)
@@ -97,8 +99,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     below.axhline(0.0, color="grey", linewidth=0.8)
     above.set(ylabel="loss, nats a token", title="Held-out documents of a million tokens")
     below.set(xscale="log", xlabel="position in the document, tokens", ylabel="gain from the far context, nats")
-    above.legend(fontsize="small")
-    figure.tight_layout()
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=130)
 
 

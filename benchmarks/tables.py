@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.common.code_hash import Part, is_present, part_of
 from benchmarks.common.measure import known, read
 from benchmarks.pages import context_tables
-from benchmarks.pages.learning_tables import LABELS, learning_table
+from benchmarks.pages.learning_tables import learning_table
 from benchmarks.pages.mqar_tables import (
     convolutions_table,
     deep_table,
@@ -293,7 +293,7 @@ def long_text_table(rows: list[dict]) -> str:
     for row in rows:
         if row["end"] < LONG_TEXT_FROM:
             continue
-        cells = [LABELS.get(row["variant"], row["variant"]), f"{row['start']:,} to {row['end'] - 1:,}"]
+        cells = [context_tables.MODELS.get(row["variant"], row["variant"]), f"{row['start']:,} to {row['end'] - 1:,}"]
         cells += ["" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "loss_in_rows", "loss_late")]
         half = "" if row["gain_half"] is None else f" ± {row['gain_half']:.4f}"
         lines.append([*cells, "" if row["gain"] is None else f"{row['gain']:+.4f}{half}"])

@@ -235,6 +235,12 @@ def test_sentences_of_the_page_follow_from_the_rows():
     window, delta = fmean(long["window"]), fmean(long["power_delta"])
     words = f"the window has {window:.3f} nats after 100 million (three runs), and the delta rule {delta:.3f} (one)"
     assert words in TEXT and window > delta
+    (window,), (delta,) = (evidence.losses(each, DOCUMENT, MIDDLE) for each in ("window", "power_delta"))
+    assert f"in rows of 65,536 it has {window:.3f} and the delta rule {delta:.3f} (one run each)" in TEXT
+    (hybrid,), (gate,) = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
+    assert f"gave it {hybrid:.3f} nats, and gated softmax attention {gate:.3f} (one run each)" in TEXT
+    decoding = [evidence.speed(each, DOCUMENT, "decoding") for each in names[:2]]
+    assert f"It decodes {decoding[0] / decoding[1]:.1f} times as fast" in TEXT
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"they are level ({window:.3f} and {delta:.3f} nats, one run each)" in TEXT and abs(window - delta) < 0.01
     name = 'heads_delta+options={"offset":0.09}'
