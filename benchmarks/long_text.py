@@ -1,11 +1,12 @@
-"""Measures what documents of a million tokens bring to trained models: the loss by position, and what it owes to the
-far context.
+"""Measures what texts of a million tokens bring to trained models: the loss by position, and what it owes to the far
+context.
 
-`python -m benchmarks.learning run --keep RUNS` keeps its runs. Each of them reads held-out documents, which are rows of
-the corpus that follow one another. It reads them twice: once whole, and once in rows of the length of its training,
-where it has forgotten all that stands before the row. Both losses are compared on the same tokens, those in the second
-half of a row. There the model that reads rows knows at least half a row, so that their difference is the part of the
-far context. The loss by position alone would not show it, because some parts of a document are harder than others.
+`python -m benchmarks.learning run --keep RUNS` keeps its runs. Each of them reads texts, which are held-out rows of the
+corpus that follow one another, in one document or in several. It reads them twice: once whole, and once in rows of the
+length of its training, where it has forgotten all that stands before the row. Both losses are compared on the same
+tokens, those in the second half of a row. There the model that reads rows knows at least half a row, so that their
+difference is the part of the context that is farther away. The loss by position alone would not show it, because some
+parts of a text are harder than others.
 
 FILE holds a row for each run and range of positions: `loss` of whole documents; on the tokens in the second half of a
 row, `loss_late` of whole documents and `loss_in_rows`; `gain`, their difference, and `gain_half`, half of its 95%
@@ -29,7 +30,7 @@ from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, measured, refuses, write
 from benchmarks.context_scaling.data import name_of
 from benchmarks.context_scaling.work import fast_attention
-from benchmarks.pages.context_tables import MODELS
+from benchmarks.pages.context_tables import MODELS, model_look
 from benchmarks.pages.learning_tables import LABELS
 from sympow.data import Corpus, TokenCorpus, ZarrCorpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
@@ -89,16 +90,18 @@ def plot(rows: Sequence[dict], path: Path) -> None:
         own = [row for row in rows if tuple(row[name] for name in KEY) == key]
         gained = [row for row in own if row["gain"] is not None]
         variant = own[0]["variant"]
+        look = model_look(variant) if variant in MODELS else {"color": f"C{i}", "marker": "o"}
         known_as = MODELS.get(variant) or LABELS.get(variant, variant)
         name = known_as + (f", seed {own[0]['seed']}" if seeds > 1 else "")
         shown = [row for row in own if row["end"] > SHOWN_FROM]
-        above.plot([row["end"] for row in shown], [row["loss"] for row in shown], "o-", color=f"C{i}", label=name)
+        above.plot([row["end"] for row in shown], [row["loss"] for row in shown], **look, label=name)
         above.axvline(own[0]["trained_context"], color="grey", linestyle=":")
         below.errorbar([row["end"] for row in gained], [row["gain"] for row in gained],
-                       [row["gain_half"] or 0.0 for row in gained], fmt="o-", capsize=3, color=f"C{i}")  # fmt: skip
+                       [row["gain_half"] or 0.0 for row in gained], capsize=3, **look)  # fmt: skip
     below.axhline(0.0, color="grey", linewidth=0.8)
-    above.set(ylabel="loss, nats a token", title="Held-out documents of a million tokens")
-    below.set(xscale="log", xlabel="position in the document, tokens", ylabel="gain from the far context, nats")
+    title = "Held-out texts of a million tokens" + ("" if seeds > 1 else ", one run each")
+    above.set(ylabel="loss, nats a token", title=title)
+    below.set(xscale="log", xlabel="position in the text, tokens", ylabel="gain from the far context, nats")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=130)
 

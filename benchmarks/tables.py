@@ -299,7 +299,7 @@ def long_text_table(rows: list[dict]) -> str:
         lines.append([*cells, "" if row["gain"] is None else f"{row['gain']:+.4f}{half}"])
     row = rows[0]
     about = (f"one run each, {row['tokens']:,} tokens of training in rows of {row['trained_context']:,}; "
-             f"{row['documents']} held-out documents of {row['length']:,} tokens")  # fmt: skip
+             f"{row['documents']} held-out texts of {row['length']:,} tokens")  # fmt: skip
     heading = "model | positions | loss | in rows, late | whole, late | gain from the far context"
     return titled(heading, lines, rows, about, left=(0, 1))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common.intervals import Interval, interval
 from benchmarks.common.measure import known
-from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.grid import DOCUMENT, Run
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import RATE_STUDIES, STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE
@@ -67,6 +67,20 @@ class Found:
             if of_context:
                 found[corpus, seed] = of_context[-1]
         return found
+
+    def along(self, run: Run) -> dict[int, float]:
+        """Returns the losses of a run along training by tokens, on the corpus with most of them; {} if there are none.
+
+        All are of the same documents, fewer than at the end.
+        """
+        curves = []
+        for corpus, seed in self.rows(run):
+            rows = self._positions.get((replace(run, seed=seed).name, corpus), []) if seed == run.seed else []
+            rows = [row for row in rows if row["evaluated_context"] == run.context]
+            least = min((row["documents"] for row in rows), default=0)
+            curves.append({row["step"] * run.documents * DOCUMENT: row["held_out_loss"]
+                           for row in rows if row["documents"] == least})  # fmt: skip
+        return max(curves, key=len, default={})
 
     def speed(self, variant: str, context: int, mode: str = "compiled") -> int | None:
         """Returns tokens a second of steps, see `speed.Case`, alone on a GPU; None where they were not timed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,14 +13,14 @@ from benchmarks.bigram import not_learned
 from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, read
 from benchmarks.context_scaling.found import Found
-from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, recipe
+from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, Run, recipe
 from benchmarks.context_scaling.speed import SEQUENCES
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
 from benchmarks.pages.learning_tables import LABELS, best_rows
 from benchmarks.pages.prose import table
-from sympow.evaluation.plot import panels, set_grid, shared_legend
+from sympow.evaluation.plot import curve_style, panels, set_grid, shared_legend
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -98,6 +99,10 @@ class Evidence:
     def speed(self, variant: str, context: int, mode: str = "compiled") -> int | None:
         """Returns tokens a second of training or decoding, alone on a GPU; None where they were not timed."""
         return self._found.speed(variant, context, mode)
+
+    def along(self, variant: str, context: int) -> dict[int, float]:
+        """Returns the losses along training of the run of a study with AdamW, 30 million tokens and seed 0."""
+        return self._found.along(Run(variant, context))
 
     def timed_on(self) -> str:
         """Returns the processors on which speeds were measured."""
@@ -197,51 +202,55 @@ def _millions(tokens: int) -> str:
     return f"{tokens / 1e6:,.0f}M" if tokens < BILLION else f"{tokens / 1e9:,.0f}B"
 
 
+def model_look(variant: str) -> dict[str, str]:
+    """Returns the colour and the marker of a model, the same in all figures."""
+    place = list(MODELS).index(variant)
+    return {"color": f"C{place}", "marker": "osD^vPXh"[place]}
+
+
 def draw(evidence: Evidence) -> Any:
-    """Returns the figure: the loss against the bytes of a sequence, and against the time of training."""
+    """Returns the figure: the loss in whole documents against the bytes of a sequence, and the time of training."""
     from matplotlib.figure import Figure
 
     tokens = evidence.far()
     if tokens is None:
         raise ValueError("there are no two models to draw")
     figure = Figure(figsize=(7.6, 4), dpi=200, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, sharey=True)
     seeds = set()
-    for place, (variant, name) in enumerate(MODELS.items()):
-        trained, read_far = (evidence.losses(variant, TRAINED_AT, tokens, at) for at in (None, DOCUMENT))
-        look = {"color": f"C{place}", "marker": "osD^vPXh"[place], "linestyle": "none"}
-        speed = evidence.speed(variant, TRAINED_AT)
-        points = [(left, sequence_bytes(variant, DOCUMENT) / 1e6, trained)]
-        points += [] if speed is None else [(right, tokens / speed, read_far)]
-        for axis, x, losses in points:
-            if losses:
-                seeds.add(len(losses))
-                axis.plot([x] * len(losses), losses, **look, label=name if axis is left else None)
+    for variant, name in MODELS.items():
+        losses, speed = evidence.losses(variant, TRAINED_AT, tokens, DOCUMENT), evidence.speed(variant, TRAINED_AT)
+        points = [(left, sequence_bytes(variant, DOCUMENT) / 1e6)]
+        points += [] if speed is None else [(right, tokens / speed)]
+        for axis, x in points if losses else []:
+            seeds.add(len(losses))
+            look = model_look(variant) | {"linestyle": "none"}
+            axis.plot([x] * len(losses), losses, **look, label=name if axis is left else None)
     count = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
     count = "one seed" if seeds == {1} else count
     left.set_xscale("log")
     left.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
     left.set_xlabel(f"MB of one sequence of {DOCUMENT:,} tokens")
-    left.set_ylabel(f"loss at {TRAINED_AT:,} tokens (nats)")
-    right.set_xlabel("seconds of training on one H200")
-    right.set_ylabel(f"loss read at {DOCUMENT:,} tokens (nats)")
+    left.set_ylabel(f"loss in rows of {DOCUMENT:,} tokens (nats)")
+    right.set_xlabel("seconds of training on one H200, by the rate")
     for axis in (left, right):
         axis.margins(x=0.15, y=0.15)
         axis.grid(True, color="0.9")
         axis.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(f"17.8M weights, {_millions(tokens)} tokens of training, {count}: a point is a run", fontsize=10)
+    title = f"17.8M weights, trained on {_millions(tokens)} tokens in rows of {TRAINED_AT:,}, {count}: a mark is a run"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
 def draw_trend(evidence: Evidence) -> Any:
     """Returns the figure: the loss of each model, times that of gated softmax attention, against tokens of training."""
     figure, (axis,) = panels(1, (6.4, 3.8), dpi=200)
-    for place, (variant, name) in enumerate(MODELS.items()):
+    for variant, name in MODELS.items():
         pairs = [(tokens, ratio) for tokens in TREND
                  for ratio in evidence.ratios(variant, TRAINED_AT, tokens)]  # fmt: skip
         if pairs:
-            look = {"color": f"C{place}", "marker": "osD^vPXh"[place]}
+            look = model_look(variant)
             axis.plot(*zip(*pairs, strict=True), **look, linestyle="none", markersize=4)
             means = [(tokens, mean(ratio for at, ratio in pairs if at == tokens)) for tokens in {at for at, _ in pairs}]
             axis.plot(*zip(*sorted(means), strict=True), **look, label=name)
@@ -252,7 +261,32 @@ def draw_trend(evidence: Evidence) -> Any:
     axis.set_ylabel("loss, times that of gated softmax attention")
     set_grid([axis])
     shared_legend(figure, [axis])
-    axis.set_title(f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon: a point is a run", fontsize=10)
+    axis.set_title(
+        f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon: small marks are runs, lines join means", fontsize=9
+    )
+    return figure
+
+
+def draw_conformal(evidence: Evidence) -> Any:
+    """Returns the figure of [CST], Figures 3 and 4: losses along training with and without gate and rotation."""
+    from matplotlib.figure import Figure
+
+    contexts, powers = (1024, 4096, 16_384), (2, 4)
+    figure = Figure(figsize=(7.6, 4.8), dpi=150, layout="constrained")
+    axes = list(figure.subplots(len(powers), len(contexts), sharex=True).flat)
+    for axis, (p, context) in zip(axes, product(powers, contexts), strict=True):
+        variants = {"softmax_plain": "softmax attention", f"published_p{p}": "power attention",
+                    f"published_p{p}_gated": "with a gate",
+                    f"conformal_p{p}": "with a gate and a learned rotation"}  # fmt: skip
+        for place, (variant, label) in enumerate(variants.items()):
+            curve = evidence.along(variant, context)
+            style = curve_style(place) | {"markersize": 4, "label": label if axis is axes[0] else None}
+            axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
+        axis.set_title(f"p = {p}, {context:,} tokens", fontsize=10)
+        axis.set_xlabel("million tokens of training" if p == powers[-1] else "")
+        axis.set_ylabel("loss, nats" if context == contexts[0] else "")
+    set_grid(axes)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
@@ -309,7 +343,12 @@ def _less(ours: list[Any], base: list[Any], measure: tuple[str, int], of_base: t
 
 
 FOLDER = "context_scaling"
-FIGURES = {"context-scaling/choice.png": draw, "learning/trend.png": draw_trend}  # in the folders of the pages
+# In the folders of the pages.
+FIGURES = {
+    "context-scaling/choice.png": draw,
+    "context-scaling/conformal.png": draw_conformal,
+    "learning/trend.png": draw_trend,
+}
 
 
 # By their names; each gets the folder of results.

@@ -70,7 +70,8 @@ def _summary(rows: list[Row]) -> Iterator[str]:
     if any(peers):
         ratios = [f"{row['model']} {row['tokens_per_second'] / max(peers):.2f}"
                   for row in decoding if not row["model"].startswith("teacher")]  # fmt: skip
-        yield f"- Decoding after 32,768 tokens, where the teacher's rate is 1: {'; '.join(ratios)}."
+        about = "32 rows, random weights; the teacher's rate is 1"
+        yield f"- Decoding after 32,768 tokens ({about}): {'; '.join(ratios)}."
 
 
 def _of_run(rows: list[Row]) -> Iterator[str]:

@@ -66,6 +66,19 @@ def lines(table: str, *cells: str) -> list[str]:
     return [line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |")]
 
 
+def test_curves_along_training_are_of_the_same_documents(tmp_path):
+    """The last loss is also measured on all documents, and in longer rows."""
+    run = pick("bars_4096", "power")
+    write(tmp_path, (run, "a", 2.0))
+    rows = [(1, 4096, 4, 3.0), (2, 4096, 4, 2.5), (2, 4096, 16, 2.0), (2, 65_536, 16, 1.9)]
+    names = ("step", "evaluated_context", "documents", "held_out_loss")
+    write_rows(tmp_path / "positions.csv", [
+        {"run": run.name, "corpus": "a"} | dict(zip(names, row, strict=True)) for row in rows
+    ])  # fmt: skip
+    found = Found(tmp_path)
+    assert found.along(run) == {DOCUMENT: 3.0, 2 * DOCUMENT: 2.5} and found.along(replace(run, seed=1)) == {}
+
+
 def test_intervals_are_students():
     assert interval([]) is None and interval([2.0]) == (2.0, None, 1)
     found = interval([1.0, 2.0, 3.0])
@@ -243,6 +256,10 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"It decodes {decoding[0] / decoding[1]:.1f} times as fast" in TEXT
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"they are level ({window:.3f} and {delta:.3f} nats, one run each)" in TEXT and abs(window - delta) < 0.01
+    read = [loss(each, LONG, DOCUMENT) for each in ("window", "power_delta", "heads_delta")]
+    assert "Read at 65,536 they have {:.3f}, {:.3f} and {:.3f} (one run each)".format(*read) in TEXT
+    halves, alone = (evidence.speed(each, DOCUMENT, "decoding") for each in ("heads_delta", "window"))
+    assert "which decodes half as fast" in TEXT and 0.45 < halves / alone < 0.55
     name = 'heads_delta+options={"offset":0.09}'
     offset = [row["held_out_loss"] for row in known(RESULTS / "learning.csv")
               if (row["variant"], row["tokens"]) == (name, LONG)]  # fmt: skip
@@ -263,8 +280,6 @@ def test_sentences_of_the_page_follow_from_the_rows():
     for variant in ("window32", "power"):
         ratio = found.ratio(Run(variant, DOCUMENT), Run("softmax", DOCUMENT))
         assert f"({ratio.text()}" in TEXT and ratio.count == 3
-    late = [found.mean(Run(each, DOCUMENT, MIDDLE), "held_out_loss") for each in ("window", "power")]
-    assert f"has {late[0].mean:.3f} nats and p = 2 has {late[1].mean:.3f} (one run, AdamW)" in TEXT
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_command_keeps_the_rows_of_other_runs(corpus, trained, monkeypatch, caps
     assert [row["gain"] is None for row in rows] == [True] * 4 + [False] * 3 + [True] * 5 + [False] * 2
     assert (corpus / "found.png").stat().st_size > 1000
     assert "32 to 63: loss 4." in capsys.readouterr().out
-    assert "3 held-out documents of 96 tokens" in long_text_table(rows[7:])
+    assert "3 held-out texts of 96 tokens" in long_text_table(rows[7:])
 
 
 def test_documents_without_far_context_are_refused(corpus, trained, monkeypatch, capsys):
