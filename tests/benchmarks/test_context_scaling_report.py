@@ -256,6 +256,9 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"It decodes {decoding[0] / decoding[1]:.1f} times as fast" in TEXT
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"they are level ({window:.3f} and {delta:.3f} nats, one run each)" in TEXT and abs(window - delta) < 0.01
+    pairs = zip(*(evidence.losses(each, 4096, MIDDLE) for each in ("power_delta", "window")), strict=True)
+    behind = interval([own - other for own, other in pairs])
+    assert f"the delta rule is {behind.text()} nats behind the window after 100 million" in TEXT
     read = [loss(each, LONG, DOCUMENT) for each in ("window", "power_delta", "heads_delta")]
     assert "Read at 65,536 they have {:.3f}, {:.3f} and {:.3f} (one run each)".format(*read) in TEXT
     halves, alone = (evidence.speed(each, DOCUMENT, "decoding") for each in ("heads_delta", "window"))
