@@ -31,7 +31,6 @@ from benchmarks.common.measure import known, measured, refuses, write
 from benchmarks.context_scaling.data import name_of
 from benchmarks.context_scaling.work import fast_attention
 from benchmarks.pages.context_tables import MODELS, model_look
-from benchmarks.pages.learning_tables import LABELS
 from sympow.data import Corpus, TokenCorpus, ZarrCorpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
 from sympow.models import LanguageModel
@@ -91,8 +90,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
         gained = [row for row in own if row["gain"] is not None]
         variant = own[0]["variant"]
         look = model_look(variant) if variant in MODELS else {"color": f"C{i}", "marker": "o"}
-        known_as = MODELS.get(variant) or LABELS.get(variant, variant)
-        name = known_as + (f", seed {own[0]['seed']}" if seeds > 1 else "")
+        name = MODELS.get(variant, variant) + (f", seed {own[0]['seed']}" if seeds > 1 else "")
         shown = [row for row in own if row["end"] > SHOWN_FROM]
         above.plot([row["end"] for row in shown], [row["loss"] for row in shown], **look, label=name)
         above.axvline(own[0]["trained_context"], color="grey", linestyle=":")

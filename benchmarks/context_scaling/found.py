@@ -69,18 +69,19 @@ class Found:
         return found
 
     def along(self, run: Run) -> dict[int, float]:
-        """Returns the losses of a run along training by tokens, on the corpus with most of them; {} if there are none.
+        """Returns the losses along training by tokens, of the version of the corpus with most of them; {} without any.
 
         All are of the same documents, fewer than at the end.
         """
-        curves = []
+        curves: list[dict[int, float]] = [{}]
         for corpus, seed in self.rows(run):
-            rows = self._positions.get((replace(run, seed=seed).name, corpus), []) if seed == run.seed else []
-            rows = [row for row in rows if row["evaluated_context"] == run.context]
-            least = min((row["documents"] for row in rows), default=0)
-            curves.append({row["step"] * run.documents * DOCUMENT: row["held_out_loss"]
-                           for row in rows if row["documents"] == least})  # fmt: skip
-        return max(curves, key=len, default={})
+            if seed == run.seed:
+                rows = self._positions.get((run.name, corpus), [])
+                rows = [row for row in rows if row["evaluated_context"] == run.context]
+                least = min((row["documents"] for row in rows), default=0)
+                curves.append({row["step"] * run.documents * DOCUMENT: row["held_out_loss"]
+                               for row in rows if row["documents"] == least})  # fmt: skip
+        return max(curves, key=len)
 
     def speed(self, variant: str, context: int, mode: str = "compiled") -> int | None:
         """Returns tokens a second of steps, see `speed.Case`, alone on a GPU; None where they were not timed."""

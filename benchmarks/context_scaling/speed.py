@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.decoding_rate import decoding
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.work import fast_attention
-from benchmarks.conversion_decoding import decoding
 from benchmarks.training import launcher, timed_steps
 from sympow.models import LanguageModel
 from sympow.training.ranks import Part

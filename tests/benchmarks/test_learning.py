@@ -41,6 +41,11 @@ def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
         run = next(run for run in runs if run.variant == variant)
         config = run.config(SCALES["full"], tmp_path, "cpu")
         assert (config.training.optimizer, config.training.learning_rate) == (run.optimizer, run.learning_rate)
+    default = load_recipe("scaling:power").training  # the recipes have what won
+    assert (default.optimizer, default.learning_rate) == ("muon", learning.BEST)
+
+
+def test_a_run_can_take_fused_projections_whole(tmp_path):
     (run,) = [run for run in learning.GRIDS["whole"] if (run.variant, run.seed) == ("power_delta", 0)]
     config = run.config(SCALES["toy"], tmp_path, "cpu")
     model = LanguageModel(replace(config.model, d_model=64, n_heads=1), seed=0)
@@ -49,8 +54,6 @@ def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
         whole = optimizer.muon_weights(model)
     assert config.training.optimizer == "muon" and optimizer.muon_weights(model) == split
     assert [rows for _, rows in whole] == [[sum(rows)] for _, rows in split] != [rows for _, rows in split]
-    default = load_recipe("scaling:power").training  # the recipes have what won
-    assert (default.optimizer, default.learning_rate) == ("muon", learning.BEST)
 
 
 def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys):
