@@ -119,6 +119,9 @@ GRIDS: dict[str, list[LearningRun]] = {
     "scra_lengths": runs(("body_softmax", "body_linear"), (32, 1024, 8192)),
     "scra_bodies": runs(("body_power", "body_softmax", "body_window"), (65_536,)),
     "cst_contexts": runs(("published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
+    # The powers of [SPT] as published, beside softmax attention: its claim with a sweep of rates.
+    "spt_powers": runs(("softmax_plain", "published_p2", "published_p4", "published_p6"), (4096,), seeds=(0,),
+                       rates=(8e-3, 4e-3, 1.6e-2)),
     "based": runs(("based",), (1024, 4096)),
     "billion": runs(("heads_delta", "power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
     # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
@@ -128,6 +131,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "rates_16384": runs(MAIN, (16_384,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)),
     "field": runs(FIELD, (4096,), MIDDLE),
     "field_16384": runs(FIELD, (16_384,), MIDDLE),
+    "rates_slow": runs(SLOW, (4096,), seeds=(0,), rates=(8e-3, 4e-3, 1.6e-2)),
     "slow": runs(SLOW, (4096,), MIDDLE),
     "slow_16384": runs(SLOW, (16_384,), MIDDLE),
     "far": runs(FAR, (65_536,), MIDDLE),

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common.code_hash import Part, is_present, part_of
+from benchmarks.common.code_hash import SAME, Part, is_present, part_of
 from benchmarks.common.measure import known, read
 from benchmarks.pages import context_tables
 from benchmarks.pages.learning_tables import learning_table
@@ -433,7 +433,7 @@ def earlier(path: Path) -> dict[Part, set[str]]:
 
 def print_stale() -> int:
     """Prints the files of results with stale rows, and returns how many there are."""
-    files = sorted(path for path in RESULTS.rglob("*.csv") if path.name != REPEATED)
+    files = sorted(path for path in RESULTS.rglob("*.csv") if path.name not in (REPEATED, SAME.name))
     found = {path.relative_to(RESULTS).as_posix(): commits for path in files if (commits := stale(path))}
     for name, commits in found.items():
         print(f"{name}: the code that it measured has changed since {', '.join(commits)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import hashlib
 import io
 import re
@@ -32,15 +33,21 @@ ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kerne
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
             "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
 
+# Files of results that measure the host: calls that launch the same kernels may take another time there.
+OF_HOST = ("host_*",)
+SAME = ROOT / "benchmarks" / "results" / "same.csv"  # of `benchmarks.same`: versions with the same kernels and results
+
 # Finds comments faster than `tokenize` does. Strings are found too, because a "#" in them begins no comment.
 STRING_OR_COMMENT = re.compile(r"""('{3}|"{3}|'|")(?:\\.|[^\\])*?\1|#[^\n]*""", re.DOTALL)
 
 
 class Part(NamedTuple):
-    """Describes the code that a row measured: a part of `sympow`, and what of it the row does not run."""
+    """Describes the code that a row measured: a part of `sympow`, what of it the row does not run, and whether the row
+    measures the host."""
 
     name: str
     not_run: tuple[str, ...] = ()
+    of_host: bool = False
 
 
 def part_of(name: str, row: Mapping[str, Any]) -> Part:
@@ -61,25 +68,53 @@ def part_of(name: str, row: Mapping[str, Any]) -> Part:
         not_run.update(OF_DELTA_RULE)
     if any(fnmatch(name, pattern) for pattern in NO_STEPS):
         not_run.update(OF_STEPS)
-    return Part(PARTS["cuda"], tuple(sorted(not_run)))
+    return Part(PARTS["cuda"], tuple(sorted(not_run)), any(fnmatch(name, pattern) for pattern in OF_HOST))
 
 
 def is_present(part: Part, commit: str, code: str | None) -> bool:
     """Returns whether a row measured the code of its part as it is now.
 
-    What the row does not run may have changed, and so may the underscore before a name.
+    What the row does not run may have changed, and so may the underscore before a name. A version with the same results
+    and kernels is as good, says `benchmarks.same`, unless the row measures the host.
 
     Args:
         part: what the row measured.
         commit: that the row names.
         code: the hash that the row contains; None: the code at the commit was measured.
     """
-    if code is not None and code == code_hash(part.name):
+    return any(_is_code_at(at, part, commit, code) for at in _same_versions(part))
+
+
+def _is_code_at(at: str | None, part: Part, commit: str, code: str | None) -> bool:
+    """Returns whether a row measured the code at the commit `at`; None: as the files are now."""
+    if code is not None and code == code_hash(part.name, at):
         return True
     if code is not None and code != code_hash(part.name, commit):
         return False
     then = run_hash(part, commit)
-    return then is not None and then == run_hash(part)
+    return then is not None and then == run_hash(part, at)
+
+
+def _same_versions(part: Part) -> list[str | None]:
+    """Returns None, for the present files, and the commits from which `benchmarks.same` leads to them."""
+    found: list[str | None] = [None]
+    if part.name != KERNELS or part.of_host:
+        return found
+    for at in found:  # grows while it is read
+        for line in _same_lines():
+            if line["base"] not in found and _is_code_at(at, part, line["commit"], line["code"]):
+                found.append(line["base"])
+    return found
+
+
+@lru_cache(maxsize=1)
+def _same_lines() -> list[dict[str, str]]:
+    """Returns the comparisons on GPUs in which no call differs."""
+    if not SAME.is_file():
+        return []
+    with SAME.open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["device"] == "cuda" and line["different"] == "0"]
+    return [line for line in lines if line["base_code"] == code_hash(KERNELS, line["base"])]
 
 
 @lru_cache

@@ -133,11 +133,11 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def commit() -> str:
-    """Returns the commit that is measured; with a + if files differ from it."""
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """Returns the commit of a folder, by default the one that is measured; with a + if files differ from it."""
 
     def git(*args: str) -> str:
-        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=folder).stdout.strip()
 
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
 

@@ -147,6 +147,8 @@ def power_delta_rule_step(
         ValueError, TypeError: as `power_delta_rule`.
     """
     _check(q, k, v, beta, log_g, p)
+    if state is None:
+        raise TypeError("a step needs a state: power_delta_rule with return_state=True returns one; got None")
     check_delta_state(state, q.shape[0], k, v, p)
     with torch.no_grad(), without_autocast(q):
         state = state if inplace else state.clone()

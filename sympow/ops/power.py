@@ -7,6 +7,7 @@ of one line.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, Unpack, cast
 
 import numpy as np
@@ -108,6 +109,13 @@ def power_attention(
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
     """
+    signature = None
+    if initial_state is cu_seqlens is context_group is rotation is None and not return_state:
+        signature = signature_of(q, k, v, log_g, p, scale, normalize, eps, chunk_size, impl)
+        again = None if signature is None else _checked.get(signature)
+        if again is not None:
+            check_gates(log_g)
+            return PowerOutput(again(q, k, v, log_g), None)
     check_inputs(q, k, v, log_g)
     p, chunk_size = plain(p), plain(chunk_size)
     check_options(p, scale, normalize, eps)
@@ -129,11 +137,45 @@ def power_attention(
         return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
     if rotation is not None:
         check_rotation(rotation, q, k, cu_seqlens is not None or context_group is not None)
-    return PowerOutput(
-        *backend.attention(
-            q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, context_group=context_group, rotation=rotation, p=p,
-            scale=scale, normalize=normalize, eps=eps, chunk_size=chunk_size, return_state=return_state,
-        )
+    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps, "chunk_size": chunk_size}
+    out, state = backend.attention(
+        q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, context_group=context_group, rotation=rotation,
+        return_state=return_state, **options,
+    )  # fmt: skip
+    if signature is not None and isinstance(backend, Kernels):
+        backend.keep(signature, q, k, v, log_g, **options)
+    return PowerOutput(out, state)
+
+
+# Calls of the kernels that were checked, and what computes calls with equal signatures.
+_checked: dict[tuple, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {}
+_MOST_CHECKED = 256  # that are kept: a server sees many lengths
+
+
+def signature_of(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float | None, normalize: bool, eps: float,
+    chunk_size: int | None, impl: str,
+) -> tuple | None:  # fmt: skip
+    """Returns all that the checks of a call and the choice of its kernels depend on, but the values of tensors.
+
+    None for calls that are checked every time: for a compiler, of tensors that are not plain, and of numbers that are
+    not those of Python. The checks take longer than the launches.
+    """
+    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor:
+        return None
+    if type(p) is not int or type(eps) is not float or not (scale is None or type(scale) is float):
+        return None
+    if not (q.is_cuda or impl == "triton") or not (chunk_size is None or type(chunk_size) is int):
+        return None
+    gate: tuple = ()
+    gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    if log_g is not None:
+        if type(log_g) is not Tensor:
+            return None
+        gate, gradient = (log_g.shape, log_g.dtype, log_g.device), gradient or log_g.requires_grad
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, *gate,
+        p, scale, normalize, eps, chunk_size, impl, gradient and torch.is_grad_enabled(),
     )  # fmt: skip
 
 
@@ -361,6 +403,16 @@ class Kernels:
             cu_seqlens = cu_seqlens.to(q.device, torch.int32)
         return adapt.attention(q, k, v, log_g, state, cu_seqlens=cu_seqlens, **options)
 
+    def keep(self, signature: tuple, q, k, v, log_g, **options) -> None:
+        """Keeps how calls with this signature are computed, so that they need no checks; not for all calls."""
+        from sympow.ops.triton import adapt
+
+        again = adapt.again(q, k, v, log_g, **options)
+        if again is not None:
+            if len(_checked) >= _MOST_CHECKED:
+                _checked.pop(next(iter(_checked)))  # the oldest
+            _checked[signature] = again
+
     def step(self, q, k, v, log_g, state, *, inplace, **options):
         """Steps by one launch for each token."""
         from sympow.ops.triton import adapt
@@ -436,7 +488,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
         raise ValueError(f"log_g must be [B, T, G] = {[b, t, g]}, one gate a key/value head; got {list(log_g.shape)}")
     if log_g.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"log_g must be float32 (or float64), as decays multiply over the context; got {log_g.dtype}")
-    if log_g.device.type == "cpu" and has_values(log_g) and log_g.numel():
+    check_gates(log_g)
+
+
+def check_gates(log_g: Tensor | None) -> None:
+    """Refuses gates that grow or are not finite, on the CPU; the host would have to wait for a GPU."""
+    if log_g is not None and log_g.device.type == "cpu" and has_values(log_g) and log_g.numel():
         low, high = (x.item() for x in log_g.detach().aminmax())
         if not (math.isfinite(low) and high <= 0):
             raise OutOfRangeError(

@@ -10,6 +10,8 @@ dispatcher see these two as the operators `sympow::power_forward` and `sympow::p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -160,6 +162,34 @@ def step_with_tail(
         q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
         state.slots, options["p"], options["scale"], options["normalize"], options["eps"],
     )  # fmt: skip
+
+
+def again(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, *, p: int, scale: float, normalize: bool, eps: float,
+    chunk_size: int | None,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:  # fmt: skip
+    """Returns what computes the outputs of calls that differ from this one in the values and strides of tensors alone.
+
+    None for calls in which `attention` changes tensors, which float16, padded channels and columns of ones do, and for
+    products whose rounding a global option of torch decides.
+    """
+    (_, time, _, key_dim), columns = q.shape, v.shape[3]
+    if q.dtype != torch.bfloat16 or (p != 2 and normalize):
+        return None
+    level_dim = leveled_key_dim(key_dim, p, q.dtype, q.device)
+    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
+    if chunk_size is None:
+        chunk_size = automatic_chunk_size(q, k, v, log_g, None, p, gradient)
+    chunk = chunk_size if chunk_size < time else 0
+    width = level_dim if chunk and level_dim is not None else padded_key_dim(key_dim)
+    if key_dim != width or columns != padded_key_dim(columns) or columns > widest_values(level_dim is not None):
+        return None
+    options = Options(p, scale, normalize, eps, chunk, False, False, False, gradient)
+    return partial(_attend_again, options)
+
+
+def _attend_again(options: Options, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> Tensor:
+    return attend(q, k, v, log_g, None, None, None, None, options)[0]
 
 
 class _Total(torch.autograd.Function):

@@ -48,12 +48,12 @@ def output_launch(
     plan, q, k, v = call.plan, call.q, call.k, call.v
     out = plan.new(*q.shape[:3], plan.V, dtype=torch.float32 if wide else plan.dtype)
     norm = plan.new_rows(plan.H if normalize else 0)
-    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
-    tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
     launch, size = plan.once(OUTPUT[plan.variant], init, normalize, eps, wide, row_states), plan.config.output
     if plan.variant != "plain":
         s, z, size = out if s is None else s, out if z is None else z, plan.hopper_launches.output
-    return (launch, {**tensors, "s": s, "z": z, **call.sequences(size.block)}), out, norm
+    tensors = {"q": q, "k": k, "v": v, "out": out, "norm": norm, "sums": call.gate.sums, "reach": call.gate.begins,
+               "s": s, "z": z, **call.sequences(size.block)}  # fmt: skip
+    return (launch, tensors), out, norm
 
 
 def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool, row_states: int) -> Launcher:

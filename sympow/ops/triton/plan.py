@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton import knobs
 
-from sympow.ops.runtime.launcher import Launcher, ceil_div, next_power_of_2, padded_key_dim, processors
+from sympow.ops.runtime.launcher import Launcher, cast, ceil_div, next_power_of_2, padded_key_dim, processors
 from sympow.ops.triton import gate as gate_kernels
 from sympow.ops.triton.levels import Levels, level_count, levels_of
 from sympow.ops.triton.rows import Rows, row_count, rows_of
@@ -715,7 +715,8 @@ class Call:
             begins, ends = (plan.new(plan.G, tiles, dtype=torch.int32) for _ in range(2))
         # The call keeps the copy of log_g. With overlapping launches, a later kernel may write before this kernel has
         # read everything, so the memory of the copy must not be reused.
-        self.log_g = log_g.float().contiguous()
+        log_g = cast(log_g, torch.float32)
+        self.log_g = log_g if log_g.is_contiguous() else log_g.contiguous()
         plan.once(_gate_sums)(
             log_g=self.log_g, sums=sums, begins=begins, ends=ends, starts=self.cu_seqlens,
             chunks=self.table(plan.chunk or plan.layout.length),

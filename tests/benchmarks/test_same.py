@@ -1,0 +1,79 @@
+"""The comparison of the results of two versions: what it calls equal, and what holds on for another version."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import same
+from benchmarks.common import code_hash as hashes
+from benchmarks.common.measure import write
+from sympow.ops import power_attention
+
+
+def test_all_bits_count(monkeypatch):
+    """Of outputs, states and gradients. A scale that is one rounding larger changes them."""
+    given = same.inputs("cpu", 20, 2, 1, 8, torch.float32)
+    given.pop("beta")
+    calls = [partial(same.results, power_attention, given, return_state=True, scale=s) for s in (0.5, 0.5 + 1e-7)]
+    assert same.digest(calls[0], "cpu") == same.digest(calls[0], "cpu") != same.digest(calls[1], "cpu")
+    assert len(calls[0]()) == 3 + 4  # out, s and z; q, k, v and log_g
+
+
+def test_results_that_vary_do_not_count():
+    count = iter(range(8))
+    digests = {same.digest(lambda: [torch.tensor(float(next(count)))], "cpu") for _ in range(4)}
+    assert len(digests) == 1
+
+
+def test_calls_have_names_of_their_own():
+    names = [name for name, _ in same.calls("cpu")]
+    assert len(set(names)) == len(names) > 40
+
+
+def test_a_version_that_fails_is_refused(tmp_path, monkeypatch, capsys):
+    for folder in ("sympow", "sympow/ops"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("raise ImportError('the other version')\n")
+    monkeypatch.setattr("sys.argv", ["same", "--base", str(tmp_path), "--device", "cpu", "--csv", str(tmp_path / "a")])
+    with pytest.raises(RuntimeError, match=f"a call of {tmp_path} failed"):
+        same.main()
+    assert not (tmp_path / "a").exists()
+
+
+LINE = {"device": "cuda", "calls": 9, "different": 0, "base": "a", "base_code": "of a", "commit": "b", "code": "of b"}
+
+
+@pytest.fixture
+def present(monkeypatch, tmp_path):
+    """Returns a function that tells whether a row of commit "a" is of the present code, that of "c"."""
+    monkeypatch.setattr(hashes, "SAME", tmp_path / "same.csv")
+    monkeypatch.setattr(hashes, "code_hash", lambda part, commit=None: f"of {commit or 'c'}")
+    monkeypatch.setattr(hashes, "run_hash", lambda part, commit=None: f"of {commit or 'c'}")
+
+    def is_present(*lines, name="learning.csv", commit="a", **row):
+        write(hashes.SAME, [LINE | line for line in lines])
+        hashes._same_lines.cache_clear()
+        part = hashes.part_of(name, {"processor": "NVIDIA H200"} | row)
+        return hashes.is_present(part, commit, f"of {commit}")
+
+    yield is_present
+    hashes._same_lines.cache_clear()
+
+
+TO_C = {"base": "b", "base_code": "of b", "commit": "c", "code": "of c"}
+
+
+def test_rows_hold_for_versions_with_the_same_results(present):
+    assert present(TO_C, commit="b") and present({}, TO_C) and present(TO_C, {})
+    assert not present({}) and not present(TO_C) and not present({}, TO_C, commit="d")
+
+
+@pytest.mark.parametrize("change", [{"different": 1}, {"device": "cpu"}, {"base_code": "of d"}, {"code": "of d"}])
+def test_lines_that_prove_nothing(present, change):
+    assert not present(TO_C | change, commit="b")
+
+
+def test_what_measures_the_host_or_a_cpu_is_measured_again(present):
+    assert not present(TO_C, commit="b", name="host_h200.csv")
+    assert not present(TO_C, commit="b", name="ops_cpu.csv", processor="AMD EPYC")
