@@ -3,7 +3,7 @@ FOLDER`.
 
 FOLDER holds the files of the other version, as `git worktree add FOLDER COMMIT` makes it. Each version computes the
 same calls in a process of its own, which takes only the package `sympow` from there. Equal are all bits of outputs,
-states and gradients and, on a GPU, the launches of kernels in order: names, grids, blocks and shared memory.
+states and gradients and, on a GPU, the launches of kernels: names, grids, blocks and shared memory.
 
 A line of benchmarks/results/same.csv says how many calls were compared and how many differ. If none does, what was
 measured on that kind of device with the other version holds for this one. `benchmarks.tables` then calls no file of it
@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -141,34 +141,34 @@ def model(mixer: str, options: dict[str, object], device: str) -> list[Tensor]:
 def digest(call: Call, device: str) -> str:
     """Returns 16 hex digits of all bits of the results, and of the launches on a GPU.
 
-    Results that vary from call to call, as sums by atomic additions do, do not count.
+    A result that varies from call to call, as a sum by atomic additions does, does not count.
     """
-    first, second = bits(call()), bits(call())
-    parts = [first if first == second else "varies"]
+    parts = [a if a == b else "varies" for a, b in zip(map(bits, call()), map(bits, call()), strict=True)]
     if device == "cuda":
-        parts.append(json.dumps(launches(call)))
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+        parts += launches(call)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def bits(tensors: Sequence[Tensor]) -> str:
-    """Returns the hash of the shapes, dtypes and bits of tensors."""
-    found = hashlib.sha256()
-    for x in tensors:
-        found.update(f"{x.shape} {x.dtype}".encode())
-        found.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+def bits(x: Tensor) -> str:
+    """Returns the hash of the shape, the dtype and the bits of a tensor."""
+    found = hashlib.sha256(f"{x.shape} {x.dtype}".encode())
+    found.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
-def launches(call: Call) -> list[list]:
-    """Returns the kernels of a call in order, as the profiler of PyTorch records them."""
+def launches(call: Call) -> list[str]:
+    """Returns the kernels of a call, as the profiler of PyTorch records them.
+
+    They are sorted, because the order of kernels on several streams varies.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    kernels = sorted((x for x in events if x.get("cat") == "kernel"), key=lambda x: x["ts"])
-    return [[x["name"], *(x["args"].get(name) for name in ("grid", "block", "shared memory"))] for x in kernels]
+    kernels = [x for x in events if x.get("cat") == "kernel"]
+    return sorted(str([x["name"], *(x["args"][y] for y in ("grid", "block", "shared memory"))]) for x in kernels)
 
 
 def answer(device: str, first: int, workers: int) -> None:
