@@ -101,14 +101,14 @@ def _same_versions(part: Part) -> list[str | None]:
     if part.name != KERNELS or part.of_host:
         return found
     for at in found:  # grows while it is read
-        for line in _same_lines():
+        for line in same_lines():
             if line["base"] not in found and _is_code_at(at, part, line["commit"], line["code"]):
                 found.append(line["base"])
     return found
 
 
 @lru_cache(maxsize=1)
-def _same_lines() -> list[dict[str, str]]:
+def same_lines() -> list[dict[str, str]]:
     """Returns the comparisons on GPUs in which no call differs."""
     if not SAME.is_file():
         return []

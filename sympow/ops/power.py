@@ -112,7 +112,7 @@ def power_attention(
     signature = None
     if initial_state is cu_seqlens is context_group is rotation is None and not return_state:
         signature = signature_of(q, k, v, log_g, p, scale, normalize, eps, chunk_size, impl)
-        again = None if signature is None else _checked.get(signature)
+        again = None if signature is None else checked.get(signature)
         if again is not None:
             check_gates(log_g)
             return PowerOutput(again(q, k, v, log_g), None)
@@ -148,7 +148,7 @@ def power_attention(
 
 
 # Calls of the kernels that were checked, and what computes calls with equal signatures.
-_checked: dict[tuple, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {}
+checked: dict[tuple, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {}
 _MOST_CHECKED = 256  # that are kept: a server sees many lengths
 
 
@@ -409,9 +409,9 @@ class Kernels:
 
         again = adapt.again(q, k, v, log_g, **options)
         if again is not None:
-            if len(_checked) >= _MOST_CHECKED:
-                _checked.pop(next(iter(_checked)))  # the oldest
-            _checked[signature] = again
+            if len(checked) >= _MOST_CHECKED:
+                checked.pop(next(iter(checked)))  # the oldest
+            checked[signature] = again
 
     def step(self, q, k, v, log_g, state, *, inplace, **options):
         """Steps by one launch for each token."""

@@ -53,12 +53,12 @@ def present(monkeypatch, tmp_path):
 
     def is_present(*lines, name="learning.csv", commit="a", **row):
         write(hashes.SAME, [LINE | line for line in lines])
-        hashes._same_lines.cache_clear()
+        hashes.same_lines.cache_clear()
         part = hashes.part_of(name, {"processor": "NVIDIA H200"} | row)
         return hashes.is_present(part, commit, f"of {commit}")
 
     yield is_present
-    hashes._same_lines.cache_clear()
+    hashes.same_lines.cache_clear()
 
 
 TO_C = {"base": "b", "base_code": "of b", "commit": "c", "code": "of c"}

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 @pytest.fixture(autouse=True)
 def none_checked(monkeypatch):
-    monkeypatch.setattr(power, "_checked", {})
+    monkeypatch.setattr(power, "checked", {})
 
 
 def inputs(T: int = 20, seed: int = 0, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def test_a_second_call_is_that_of_the_reference(grad):
         given = inputs(seed=seed, grad=grad)
         out = power_attention(*given, impl="triton").out
         wanted = power_attention(*given, impl="reference").out
-        assert len(power._checked) == 1
+        assert len(power.checked) == 1
         torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
         if grad:
             got, exact = (torch.autograd.grad(x.float().sum(), given) for x in (out, wanted))
@@ -41,20 +41,20 @@ def test_strides_are_those_of_each_call():
     first = power_attention(*given, impl="triton").out
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
     second = power_attention(*turned, impl="triton").out
-    assert len(power._checked) == 1 and torch.equal(first, second)
+    assert len(power.checked) == 1 and torch.equal(first, second)
 
 
 def test_what_the_signature_has_makes_another_call():
     calls = [{}, {"p": 4, "normalize": False}, {"scale": 0.5}, {"eps": 1e-3}, {"normalize": False}, {"chunk_size": 32}]
     outs = [power_attention(*inputs(), impl="triton", **options).out for options in calls]
-    assert len(power._checked) == len(calls)
+    assert len(power.checked) == len(calls)
     again = [power_attention(*inputs(), impl="triton", **options).out for options in calls]
-    assert all(map(torch.equal, outs, again)) and len(power._checked) == len(calls)
+    assert all(map(torch.equal, outs, again)) and len(power.checked) == len(calls)
     power_attention(*inputs(T=21), impl="triton")
     power_attention(*inputs(grad=True), impl="triton")
     with torch.no_grad():
         power_attention(*inputs(grad=True), impl="triton")
-    assert len(power._checked) == len(calls) + 2  # without gradients as the first
+    assert len(power.checked) == len(calls) + 2  # without gradients as the first
 
 
 def test_checked_signatures_do_not_hide_errors():
@@ -78,4 +78,4 @@ def test_calls_that_change_their_tensors_are_checked_each_time(dtype):
     q, k, v, log_g = inputs()
     power_attention(q[..., :12], k[..., :12], v, log_g, impl="triton")
     power_attention(q, k, v[..., :12], log_g, impl="triton")
-    assert not power._checked
+    assert not power.checked
