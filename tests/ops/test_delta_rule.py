@@ -170,6 +170,12 @@ def test_errors_are_one_line(change, error, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_step_without_a_state_is_refused():
+    q, k, v = torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 4), torch.rand(1, 1, 2, 3)
+    with pytest.raises(TypeError, match="a step needs a state: power_delta_rule with return_state=True returns one"):
+        power_delta_rule_step(q, k, v, torch.rand(1, 1, 2), state=None)
+
+
 def test_the_state_has_the_rows_of_the_public_basis():
     inputs = make_inputs(DeltaCase(B=1, T=6, H=2, G=2, K=3, V=2))
     tokens = [inputs[name].detach() for name in ("q", "k", "v", "beta", "log_g")]
