@@ -1,5 +1,6 @@
 """Writes the tables of docs from committed results: `python -m benchmarks.tables`. `--check` only compares. `--stale`
-lists the results whose code has changed since they were measured, and whose rows were not repeated since.
+lists the results whose code has changed since they were measured, and whose rows were not repeated since. Code with the
+same results and kernels does not count as changed, see `benchmarks.same`.
 
 A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results, or
 one of `benchmarks.pages.context_tables`. Lines below it name the files whose code has changed since, apart from those
