@@ -33,6 +33,7 @@ from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
+from sympow.recall.results import group
 from sympow.sweeps import Estimates, run_jobs
 from sympow.training.devices import resolve_device
 
@@ -67,6 +68,7 @@ OFFSETS = (
     "power_delta+offset=1", "power_delta+offset=0.09+beta=0.5", "power_delta+beta=0.5", "power_delta+beta_bias=-2",
 )  # fmt: skip
 FIELD = ("window32", "softmax", "window+window=2112", "window+window=512", "hybrid_window+p=1")
+ALONG = ("body_", "published_", "conformal_", "softmax_plain")  # whose losses along training the papers draw
 SLOW = ("gated_delta_net", "rwkv7")  # a run of 100 million tokens takes eight minutes alone
 FAR = ("softmax_gate", "power", "power_delta", "window", "hybrid_delta_gate", "hybrid_power_gate", "softmax",
        "window32")  # fmt: skip
@@ -115,13 +117,15 @@ GRIDS: dict[str, list[LearningRun]] = {
     # Claims of the papers. [SCRA] Table 4: equal states and FLOPs; Figures 3 and 1: linear attention beside a window of
     # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.
     "scra_states": [*runs(("softmax",), (1024,), MIDDLE), *runs(("window", "power"), (4096,), MIDDLE)],
-    "scra_windows": runs(("body_linear", "body_window32"), (1024, 8192)),
-    "scra_lengths": runs(("body_softmax", "body_linear"), (32, 1024, 8192)),
-    "scra_bodies": runs(("body_power", "body_softmax", "body_window"), (65_536,)),
-    "cst_contexts": runs(("published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
+    # Linear attention has a norm of the heads in this body, and so has what it is compared with.
+    "scra_windows": runs(("body_linear", "body_window32+head_norm=true"), (1024, 8192)),
+    "scra_lengths": runs(("body_softmax+head_norm=true", "body_linear"), (32, 1024, 8192)),
+    "scra_bodies": [*runs(tuple(f"body_{name}+head_norm=true" for name in ("power", "softmax", "window")), (65_536,)),
+                    *runs(("body_rwkv7",), (65_536,), seeds=(0,))],
+    "cst_contexts": runs(("softmax_plain", "published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
     # The powers of [SPT] as published, beside softmax attention: its claim with a sweep of rates.
     "spt_powers": runs(("softmax_plain", "published_p2", "published_p4", "published_p6"), (4096,), seeds=(0,),
-                       rates=(8e-3, 4e-3, 1.6e-2)),
+                       rates=(8e-3, 4e-3, 1.6e-2, 2e-3)),
     "based": runs(("based",), (1024, 4096)),
     "billion": runs(("heads_delta", "power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
     # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
@@ -301,8 +305,9 @@ def _write(
     rows = sorted(with_controls(rows), key=lambda row: [str(row[name]) for name in KEY])
     bins = sorted({name for row in positions for name in row if name.isdecimal()}, key=int)
     columns = ("run", "corpus", "step", "evaluated_context", "documents", "held_out_loss", *bins)
-    last = [row for row in positions if row["step"] == max(x["step"] for x in positions if x["run"] == row["run"])]
-    write_results(folder / POSITIONS.name, [{name: row.get(name) for name in columns} for row in last])
+    ends = {run: max(row["step"] for row in same) for (run,), same in group(positions, "run").items()}
+    kept = [row for row in positions if row["step"] == ends[row["run"]] or row["run"].startswith(ALONG)]
+    write_results(folder / POSITIONS.name, [{name: row.get(name) for name in columns} for row in kept])
     if use:
         write(folder / USE.name, use)
     write_results(folder / TABLE.name, [{name: row.get(name) for name in COLUMNS} for row in rows])

@@ -1,4 +1,4 @@
-"""The page of the four papers: a row for every number, and every file, recipe and study that it names exists."""
+"""The page of the four papers: a row for every number, and every file, recipe, study and grid that it names exists."""
 
 import re
 from functools import cache
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.context_scaling.studies import STUDIES
+from benchmarks.learning import GRIDS
+from benchmarks.training import MIXERS
 from sympow.recipes import load_recipe, load_sweep
 
 ROOT = Path(__file__).parent.parent
@@ -32,11 +34,14 @@ NUMBERS = {
     "[SPT]": {"1, derivation", "1, table", "2, first listing", "2, second listing", "2, figure", "3, result 1",
               "3, listing", "3, table", "4, listing", "4.1, count", "4.2, listings", "4.2, first table",
               "4.2, second table"},
-    "[CST]": numbered("Proposition", 1, 3) | numbered("Figure", 1, 4),
+    "[CST]": numbered("Proposition", 1, 3) | numbered("Figure", 1, 4)
+    | {f"Appendix A.{number}" for number in (2, 3, 5)},
     "[SCRA]": numbered("Figure", 1, 10) | numbered("Table", 1, 5) | numbered("Algorithm", 1, 2)
-    | {"Lemma 4.1", "Lemma 4.2"},
+    | {"Lemma 4.1", "Lemma 4.2"} | {f"Appendix {letter}" for letter in "ABCDE"}
+    | {f"Appendix F.{number}" for number in range(1, 5)},
     "[ZOO]": numbered("Figure", 1, 11) | numbered("Table", 1, 16) | numbered("Algorithm", 1, 11)
-    | numbered("Listing", 1, 2) | {f"H.{number}" for number in range(1, 39)}
+    | numbered("Listing", 1, 2) | numbered("Claim", 1, 2) | {f"H.{number}" for number in range(1, 39)}
+    | {"Examples D.1 to D.8, Proposition D.1"}
     | {"Definition 3.1", "Definition 4.1", "Theorem 4.2", "Proposition 4.3", "Theorem 4.4", "Theorem 4.5"},
 }  # fmt: skip
 
@@ -86,8 +91,11 @@ def test_files_recipes_and_studies_exist(row):
             assert sweep(name).runs
         elif ":" in name:
             assert load_recipe(name).model
-    for named in re.findall(r"stud(?:y|ies) ((?:`\w+`(?:, | and )?)+)", f"{here} {state}"):
-        assert set(re.findall(r"`(\w+)`", named)) <= set(STUDIES)
+    for words, known in ((r"stud(?:y|ies)", STUDIES), (r"grids?", GRIDS)):
+        for named in re.findall(rf"\b{words} ((?:`\w+`(?:, | and )?)+)", f"{here} {state}"):
+            assert set(re.findall(r"`(\w+)`", named)) <= set(known)
+    for named in re.findall(r"`[^`]*--mixers ([^`]*)`", f"{here} {state}"):
+        assert set(named.split()) <= set(MIXERS)
     for link in re.findall(r"\]\(([^)#]+)", f"{here} {state}"):
         assert (ROOT / "docs" / link).is_file(), link
 
@@ -97,6 +105,8 @@ def test_what_the_list_behind_the_tables_names_exists():
 
 
 def test_a_missing_file_or_recipe_would_be_found():
-    for missing in ("`sympow/none.py`", "`scaling:none`", "study `none`", "[none](none.md)"):
+    unknown = ("`sympow/none.py`", "`scaling:none`", "study `none`", "[none](none.md)", "grid `none`",
+               "`--mixers power-none`")  # fmt: skip
+    for missing in unknown:
         with pytest.raises((AssertionError, ValueError, KeyError)):
             test_files_recipes_and_studies_exist(["", "", missing, "reproduced"])

@@ -61,10 +61,18 @@ PAPERS = {
     "body_power": "power attention, p = 2, body of RWKV-7",
     "body_window": "window of 1,024 tokens, body of RWKV-7",
     "body_window32": "window of 32 tokens, body of RWKV-7",
+    **{f"body_{name}+head_norm=true": f"{label}, body of RWKV-7, norm of heads"
+       for name, label in (("softmax", "softmax attention"), ("power", "power attention, p = 2"),
+                           ("window", "window of 1,024 tokens"), ("window32", "window of 32 tokens"))},
+    "body_rwkv7": "RWKV-7 in its body",
+    "softmax_plain": "softmax attention, without the block",
     "published_p2": "p = 2, no gate",
+    "published_p4": "p = 4, no gate",
+    "published_p6": "p = 6, no gate",
     "published_p2_gated": "p = 2, gate",
     "conformal_p2": "p = 2, gate and learned rotation",
-}
+}  # fmt: skip
+POWERS = ("softmax_plain", "published_p2", "published_p4", "published_p6")  # of [SPT], as published
 
 SIZES = {None: "", "tiny": ", tiny", "small": ", 85M block"}  # of the shape, behind the label
 ALONE = ("power_delta", "power", "softmax_gate", "window")  # mixers of all layers whose options were searched
@@ -75,7 +83,7 @@ def learning_table(rows: Sequence[Row]) -> str:
 
     The best rate is the one with the lowest mean loss among those with the most seeds. The ratio is the mean over the
     seeds that the control has at its best rate, too, with the lowest and the highest. There is a table for each corpus.
-    Then follow `search_table` and `papers_table`.
+    Then follow `search_table`, `papers_table` and `powers_table`.
     """
     every, rows = rows, [row for row in rows if row["status"] == "done" and row["variant"] in LABELS]
     corpora = group(rows, "corpus")
@@ -83,7 +91,8 @@ def learning_table(rows: Sequence[Row]) -> str:
     for (corpus,), same in sorted(corpora.items()):
         parts += [f"Corpus: {corpus}."] if len(corpora) > 1 else []
         parts.append(_of_corpus(same))
-    return "\n\n".join([*parts, _about(rows), search_table(every), papers_table(every)])
+    return "\n\n".join([*parts, _about(rows), search_table(every), papers_table(every),
+                         powers_table(every)])  # fmt: skip
 
 
 def _of_corpus(rows: Sequence[Row]) -> str:
@@ -124,6 +133,25 @@ def papers_table(rows: Sequence[Row]) -> str:
                 cells += [_range([row[name] for row in own]) for name in ("held_out_loss", "best_loss", "gain")]
                 lines.append(cells)
     return table("context | tokens | model | rate | seeds | loss | best-context loss | gain", lines, left=(2,))
+
+
+def powers_table(rows: Sequence[Row]) -> str:
+    """Returns a row for each power of [SPT] after the shortest training with Muon at 4,096 tokens: the loss of seed 0
+    at every rate, and its lowest one, divided by that of softmax attention."""
+    rows = [row for row in rows if row["status"] == "done" and row["optimizer"] == "muon" and row["seed"] == 0
+            and row["variant"] in POWERS and row["context"] == 4096]  # fmt: skip
+    if not rows:
+        return ""
+    losses = {(row["variant"], row["learning_rate"]): row["held_out_loss"] for row in rows}
+    rates = sorted({rate for _, rate in losses})
+    lowest = {name: min(loss for (variant, _), loss in losses.items() if variant == name) for name, _ in losses}
+    lines = []
+    for name in POWERS:
+        if name in lowest:
+            cells = [f"{losses[name, rate]:.3f}" if (name, rate) in losses else "" for rate in rates]
+            times = f"{lowest[name] / lowest[POWERS[0]]:.2f}" if POWERS[0] in lowest else ""
+            lines.append([PAPERS[name], *cells, times])
+    return table(" | ".join(["model", *(f"rate {rate:g}" for rate in rates), "lowest, times softmax"]), lines)
 
 
 def _range(values: Sequence[float | None]) -> str:

@@ -33,7 +33,7 @@ class SequenceMixer(nn.Module):
 
     Args:
         d_model: d, the width of the input and of the output; the harness gives it.
-        layer_idx: the number of the layer; the harness gives it, and nothing depends on it.
+        layer_idx: the number of the layer; the harness gives it. See `Mixer.set_layer`.
         mixer: the name of a mixer, as in `MixerConfig`, or the import path of one.
         n_heads: its heads.
         options: its options.
@@ -54,6 +54,7 @@ class SequenceMixer(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.mixer = make_mixer(mixer, d_model, n_heads, options or {})
+        self.mixer.set_layer(layer_idx or 0)
         if self.mixer.reads_tokens:
             raise ValueError(f"the {mixer} mixer reads tokens, and the harness gives vectors only")
         self._extra: Tensor | float = 0.0

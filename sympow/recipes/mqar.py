@@ -47,7 +47,7 @@ def filters() -> Sweep:
 
 
 def hybrids() -> Sweep:
-    """Every hybrid of BaseConv (Zoology, Figure 2, bottom) at N = 64, 128, 256 with D = N / 16, three seeds."""
+    """Hybrids of BaseConv (Zoology, Figure 2, bottom, and section 5) at N = 64, 128, 256, D = N / 16, three seeds."""
     runs = [_hybrid_run(model, length) for length in (64, 128, 256) for model in _hybrids(length).values()]
     return Sweep("mqar-hybrids", tuple(run for base in runs for run in grid(base, seeds=(0, 1, 2))))
 

@@ -171,12 +171,24 @@ def test_the_page_of_sources_quotes_table_4_of_scra():
     assert f"{-mean(pairs):.3f} ± {spread:.3f} nats below softmax attention" in row and abs(mean(pairs)) < spread
 
 
-def test_linear_attention_against_a_window_is_normalized_and_gated():
-    """As [SCRA] ran it, in the body of RWKV-7."""
-    assert {run.variant for run in learning.GRIDS["scra_windows"]} == {"body_linear", "body_window32"}
-    (linear,), (window,) = (load_recipe(f"scaling:{name}").model.mixers for name in ("body_linear", "body_window32"))
-    assert (linear.name, linear.options["p"], linear.options["head_norm"]) == ("power", 1, True)
-    assert linear.options.get("gate", True) and window.options == {"window": 32}
+def test_mixers_in_the_body_of_rwkv7_are_compared_with_equal_norms_of_heads(tmp_path):
+    """[SCRA], Figures 1, 3, 4 and 9. Linear attention has a gate, as there."""
+    mixers = {}
+    for run in (run for name in ("windows", "lengths", "bodies") for run in learning.GRIDS[f"scra_{name}"]):
+        (mixers[run.variant], *_) = run.config(SCALES["full"], tmp_path, "cpu").model.mixers
+    norms = {name: mixer.options["head_norm"] for name, mixer in mixers.items() if name != "body_rwkv7"}
+    assert len(norms) == 5 and all(norms.values())
+    assert mixers["body_linear"].options["p"] == 1 and mixers["body_linear"].options.get("gate", True)
+    assert mixers["body_window32+head_norm=true"].options["window"] == 32
+
+
+def test_the_powers_as_published_are_compared_at_their_best_rates():
+    rows = [row("softmax_plain", 2.0), row("softmax_plain", 2.5, rate=8e-3), row("published_p2", 3.0, rate=8e-3),
+            row("published_p2", 1.0, seed=1), row("power", 1.0)]  # fmt: skip
+    lines = learning_tables.powers_table([each | {"context": 4096} for each in rows]).splitlines()
+    assert lines[0] == "| model | rate 0.004 | rate 0.008 | lowest, times softmax |"
+    assert lines[2:] == ["| softmax attention, without the block | 2.000 | 2.500 | 1.00 |",
+                         "| p = 2, no gate |  | 3.000 | 1.50 |"]  # fmt: skip
 
 
 def test_pages_quote_the_committed_rows():

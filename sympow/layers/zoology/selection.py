@@ -73,7 +73,7 @@ class SelectiveAttention(AttentionMixer):
         d_model, n_heads: as in `AttentionMixer`.
         selection: "random": every token with the same probability, independently of all others and of its position.
             The tokens are drawn again in every step of training, from torch's default generator. Otherwise they are
-            fixed: a hash of the position draws them.
+            fixed: a hash of the position and of `layer` draws them, so that a sequence does not depend on its batch.
             "programmatic": every token that occurred before (needs `tokens`; their number has no limit).
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
             noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
@@ -201,7 +201,7 @@ class SelectiveAttention(AttentionMixer):
             if self.training:
                 drawn = torch.rand(x.shape[:2], device=x.device)
             else:
-                drawn = scattered(choice.position, x.shape[1], x.device).expand(x.shape[:2])
+                drawn = scattered(choice.position, x.shape[1], x.device, self.layer).expand(x.shape[:2])
             return drawn < self.probability, None, DrawState(choice.position + x.shape[1])
         gate = torch.sigmoid(linear_float32(cast(nn.Linear, self.score), x))
         score = gate.detach()[..., 0]
@@ -292,10 +292,10 @@ def graph_running_top_k(
     return chosen, after.largest, after.selected
 
 
-def scattered(start: int, count: int, device: torch.device) -> Tensor:
-    """Returns a number in [0, 1) for each of the positions start .. start + count - 1: a hash of the position."""
+def scattered(start: int, count: int, device: torch.device, layer: int = 0) -> Tensor:
+    """Returns a number in [0, 1) for each of the positions start .. start + count - 1: a hash of position and layer."""
     check_float64(device)
-    x = torch.arange(start + 1, start + count + 1, device=device) * 0x9E3779B9 & 0xFFFFFFFF
+    x = torch.arange(start + 1, start + count + 1, device=device) * 0x9E3779B9 + layer * 0x85EBCA6B & 0xFFFFFFFF
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # of MurmurHash3
         x = ((x >> shift) ^ x) * factor & 0xFFFFFFFF
     return ((x >> 16) ^ x).double() / 2**32

@@ -182,7 +182,9 @@ def step_mixer(mixer: Mixer, x: Tensor, state: Any, tokens: Tensor | None) -> tu
 
 def block_mixer(config: ModelConfig, layer: int) -> Mixer:
     """Makes the mixer of a layer."""
-    return make_mixer(config.mixer(layer).name, config.d_model, config.n_heads, config.mixer_options(layer))
+    mixer = make_mixer(config.mixer(layer).name, config.d_model, config.n_heads, config.mixer_options(layer))
+    mixer.set_layer(layer)
+    return mixer
 
 
 def reset_norm(norm: nn.Module) -> None:

@@ -11,6 +11,7 @@ from sympow.layers.repeats import distance_to_previous
 from sympow.layers.zoology import selection as module
 from sympow.layers.zoology.input_dependent_conv import cross_correlation
 from sympow.layers.zoology.selection import TopKState, running_top_k, scattered
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from tests.draws import normal
 
 
@@ -102,6 +103,19 @@ def test_random_selection_is_bernoulli_at_every_place(rows, time, training, prob
     density = drawn(rows, time, probability, training).double().reshape(rows, 8, -1).mean((0, 2))
     deviation = math.sqrt(probability * (1 - probability) / (rows * time / 8))
     assert (density - probability).abs().max() < 5 * deviation, density
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_random_selection_of_two_layers_is_independent(training):
+    """An evaluation lets two layers read as many tokens as training does: both take a token with p * p."""
+    config = ModelConfig(16, 8, n_layers=3, n_heads=1, mixers=(MixerConfig("selection", {"selection": "random"}),))
+    taken = []
+    for block in LanguageModel(config, seed=0).train(training).blocks:
+        with torch.no_grad():
+            taken.append(selected_rows(block.mixer, block.mixer(torch.ones(1, 8192, 8))))
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        both = (taken[first] & taken[second]).double().mean()
+        assert abs(both - 1 / 16) < 5 * math.sqrt(15 / 256 / 8192)
 
 
 def test_random_selection_takes_each_token_alone():
