@@ -39,7 +39,7 @@ class Mixer(nn.Module, ABC):
         reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids of the tokens of x.
         shifts_tokens: the mixer mixes every token with the one before and gates its output, as those of RWKV do.
         holds_mixer: the options `mixer` and `options` name another mixer, which is a part of this mixer.
-        layer: the number of the mixer's layer in its model, from 0. Fixed random numbers differ from layer to layer.
+        layer_index: the number of the mixer's layer in its model, from 0. Fixed random numbers depend on it.
 
     Raises ValueError for options it does not know or that do not fit.
     """
@@ -48,7 +48,7 @@ class Mixer(nn.Module, ABC):
     reads_tokens: bool = False
     shifts_tokens: bool = False
     holds_mixer: bool = False
-    layer: int = 0
+    layer_index: int = 0
     context_group: dist.ProcessGroup | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -115,10 +115,10 @@ class Mixer(nn.Module, ABC):
         """Returns the number of elements the state holds for a sequence after `context` tokens, spare room included."""
 
     def set_layer(self, layer: int) -> None:
-        """Sets the attribute `layer` of this mixer and of the mixers in it."""
+        """Sets `layer_index` of this mixer and of the mixers in it."""
         for part in self.modules():
             if isinstance(part, Mixer):
-                part.layer = layer
+                part.layer_index = layer
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         """Makes `forward` take this rank's part of every row from now on, and return that part of the row's result.

@@ -73,7 +73,7 @@ class SelectiveAttention(AttentionMixer):
         d_model, n_heads: as in `AttentionMixer`.
         selection: "random": every token with the same probability, independently of all others and of its position.
             The tokens are drawn again in every step of training, from torch's default generator. Otherwise they are
-            fixed: a hash of the position and of `layer` draws them, so that a sequence does not depend on its batch.
+            fixed: a hash of the position and of `layer_index` draws them, the same for all rows.
             "programmatic": every token that occurred before (needs `tokens`; their number has no limit).
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
             noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
@@ -201,7 +201,7 @@ class SelectiveAttention(AttentionMixer):
             if self.training:
                 drawn = torch.rand(x.shape[:2], device=x.device)
             else:
-                drawn = scattered(choice.position, x.shape[1], x.device, self.layer).expand(x.shape[:2])
+                drawn = scattered(choice.position, x.shape[1], x.device, self.layer_index).expand(x.shape[:2])
             return drawn < self.probability, None, DrawState(choice.position + x.shape[1])
         gate = torch.sigmoid(linear_float32(cast(nn.Linear, self.score), x))
         score = gate.detach()[..., 0]
