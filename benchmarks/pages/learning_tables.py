@@ -113,7 +113,7 @@ def _of_corpus(rows: Sequence[Row]) -> str:
                      _ratio(own, best.get(CONTROL, [])), f"{mean(gains):.2f}" if len(gains) == len(own) else "",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(cells)
-    heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"
+    heading = "context | tokens | model | optimizer | rate | seeds | loss | times gated softmax | gain | rates tried"
     return table(heading, lines, left=(2, 3, 9))
 
 
