@@ -96,6 +96,14 @@ def curve_style(n: int) -> dict[str, str]:
     return {"color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": line}
 
 
+def move(axis: Any, drawn: Sequence[Any], points: float) -> None:
+    """Moves what is drawn so many points to the right of its data."""
+    from matplotlib.transforms import ScaledTranslation
+
+    for artist in drawn:
+        artist.set_transform(axis.transData + ScaledTranslation(points / 72, 0, axis.figure.dpi_scale_trans))
+
+
 def set_grid(axes: Sequence[Any]) -> None:
     """Draws a grid below the curves of some panels."""
     for axis in axes:

@@ -17,6 +17,7 @@ from sympow.recall.results import Row, chosen, group
 SOLVED = 0.9  # a number of pairs counts as recalled from this accuracy on
 GUESSING = "guessing, 1/D"
 PANEL = (4, 3.4)  # inches
+BESIDE = 4  # points between the marks of two models with equal values
 TITLE = 40  # characters of a line of a title, which is as wide as a panel
 
 
@@ -69,13 +70,14 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
         return None
     figure, axes = plot.panels(len(several), PANEL)
     for axis, (key, same) in zip(axes, several.items(), strict=True):
-        for style, of_model in _by_model(rows, same):
-            _line(axis, sorted(group(of_model, x).items()), style)
+        for style, shift, of_model in _by_model(rows, same):
+            _line(axis, sorted(group(of_model, x).items()), style, shift)
         values = sorted({row[x] for row in same})
         _guessing(axis, same, x)
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [f"{value:,}" for value in values])
         axis.minorticks_off()
+        axis.margins(x=0.1)
         axis.set_xlabel(x_label)
         axis.set_title(_title(panels, key))
     return _finish(figure, axes, "test accuracy", rows)
@@ -89,7 +91,7 @@ def _frontier(rows: Sequence[Row]) -> Any:
     tasks = group(rows, "test")
     figure, axes = plot.panels(len(tasks), PANEL)
     for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
-        for style, of_model in _by_model(rows, same):
+        for style, _, of_model in _by_model(rows, same):
             _line(axis, sorted(group(of_model, "state_bytes").items()), style)
         _guessing(axis, same)
         axis.set_xscale("log", base=10)
@@ -107,11 +109,11 @@ def _learning_rates(rows: Sequence[Row]) -> Any:
         return None
     figure, axes = plot.panels(len(several), PANEL)
     for axis, (key, same) in zip(axes, several.items(), strict=True):
-        for style, of_model in _by_model(rows, same):
+        for style, shift, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "learning_rate").items())
             rates = [key[0] for key, _ in points]
             found = [[row["validation_accuracy"] for row in seeds] for _, seeds in points]
-            _dotted_line(axis, rates, found, mean, style)
+            _dotted_line(axis, rates, found, mean, style, shift)
         _guessing(axis, same)
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
@@ -131,7 +133,7 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
     panels = dict(sorted(group(rows, "train", "width").items()))
     figure, axes = plot.panels(len(panels), PANEL)
     for axis, ((task, width), same) in zip(axes, panels.items(), strict=True):
-        for style, of_model in _by_model(rows, same):
+        for style, _, of_model in _by_model(rows, same):
             for row in of_model:
                 accuracies = json.loads(row["validation_accuracies"])
                 epochs = [(number + 1) / row["validations"] for number in range(len(accuracies))]
@@ -154,7 +156,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
     figure, axes = plot.panels(1, (8, 5))
     (axis,) = axes
     sizes: list[float] = []
-    for style, of_model in _by_model(rows, rows):
+    for style, shift, of_model in _by_model(rows, rows):
         points = []
         for model in group(of_model, "width", "mixers").values():
             seeds = [_held(same) for same in group(model, "seed").values()]
@@ -163,13 +165,13 @@ def _capacity(rows: Sequence[Row]) -> Any:
         sizes += [size for size, _ in points]
         if any(median(held) == 0 for _, held in points):  # no line through runs that recall nothing
             style = style | {"linestyle": "none"}
-        _dotted_line(axis, [size for size, _ in points], [held for _, held in points], median, style)
+        _dotted_line(axis, [size for size, _ in points], [held for _, held in points], median, style, shift)
     axis.set_xscale("log", base=2)
     powers = [2.0**n for n in range(floor(log2(min(sizes))), ceil(log2(max(sizes))) + 1)]
     axis.set_xticks(powers, [f"{power:,g}" for power in powers])
-    axis.set_yscale("symlog", base=2, linthresh=1)
-    axis.set_ylim(bottom=-0.3)
     ticks = [0, *sorted({row["pairs"] for row in rows})]
+    axis.set_yscale("symlog", base=2, linthresh=ticks[1])
+    axis.set_ylim(bottom=-0.3 * ticks[1])
     axis.set_yticks(ticks, ["none", *(f"{tick:,}" for tick in ticks[1:])])
     axis.minorticks_off()
     axis.set_xlabel("state a sequence, KiB")
@@ -217,17 +219,23 @@ def _without_depth(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "label": row["label"].removesuffix(f", {row['layers']} layers")} for row in rows]
 
 
-def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """Returns the rows of every model and how it is drawn, which is the same in all panels."""
+def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], float, list[Row]]]:
+    """Returns the rows of every model, how it is drawn, and by how many points it is moved to the right.
+
+    So models with equal values are beside each other. All panels draw a model in the same way.
+    """
     models = list(group(all_rows, "model"))
     styled = []
     for key, same in group(rows, "model").items():
-        style: dict[str, Any] = plot.curve_style(models.index(key))
-        styled.append((style | {"label": key[0], "markersize": 5}, same))
+        n = models.index(key)
+        style: dict[str, Any] = plot.curve_style(n)
+        styled.append((style | {"label": key[0], "markersize": 5}, (n - (len(models) - 1) / 2) * BESIDE, same))
     return styled
 
 
-def _line(axis: Any, points: Sequence[tuple[tuple[Any, ...], list[Row]]], style: dict[str, Any]) -> None:
+def _line(
+    axis: Any, points: Sequence[tuple[tuple[Any, ...], list[Row]]], style: dict[str, Any], shift: float = 0.0
+) -> None:
     """Draws mean accuracies with bars from the lowest to the highest seed. A point is its x, in a tuple, and its rows.
 
     There is no line through points of which one is not above guessing, because such a model has failed.
@@ -238,7 +246,8 @@ def _line(axis: Any, points: Sequence[tuple[tuple[Any, ...], list[Row]]], style:
     style = style if solved else style | {"linestyle": "none"}
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
-    axis.errorbar([x for (x,), _ in points], means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+    drawn = axis.errorbar([x for (x,), _ in points], means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+    plot.move(axis, drawn.get_children(), shift)
 
 
 def _guess(rows: Sequence[Row]) -> float:
@@ -260,12 +269,14 @@ def _guessing(axis: Any, rows: Sequence[Row], x: str = "") -> None:
 
 
 def _dotted_line(
-    axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], middle: Callable[..., float], style: dict[str, Any]
-) -> None:
+    axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], middle: Callable[..., float],
+    style: dict[str, Any], shift: float,
+) -> None:  # fmt: skip
     """Draws the middle of `seeds`, a list of values for every x, and all values as dots."""
-    axis.plot(x, [middle(values) for values in seeds], **style)
+    drawn = axis.plot(x, [middle(values) for values in seeds], **style)
     for at, values in zip(x, seeds, strict=True):
-        axis.plot([at] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
+        drawn += axis.plot([at] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
+    plot.move(axis, drawn, shift)
 
 
 def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row], accuracy: bool = True) -> Any:
