@@ -19,6 +19,7 @@ from sympow.cli.options import (
     SCORED,
     WEIGHTS,
     AddCommand,
+    Distinct,
     add_fields,
     add_number,
     add_path,
@@ -102,7 +103,7 @@ def add(command: AddCommand) -> None:
 
     probe = command("recall-probe", "Ask a trained model for the values of keys in its context.", _RECALL_PROBE)
     add_path(probe, "runs", "RUN", SCORED, nargs="+")
-    probe.add_argument("--pairs", metavar="P", type=positive, nargs="+",
+    probe.add_argument("--pairs", metavar="P", type=positive, nargs="+", action=Distinct,
                        help="Use P pairs in each sequence "
                             "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
     add_number(probe, "--length", "Use sequences of N tokens (default: 8 for each pair).")
@@ -122,8 +123,10 @@ def add(command: AddCommand) -> None:
     needles = command("needles", "Measure the recall of statements in a long text.", _NEEDLES)
     _add_options_of_texts(needles, "keys, values and places")
     tasks = ("single", "multikey", "tracing")
-    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks, help="Measure these tasks (default: all).")
-    needles.add_argument("--values", choices=("digits", "words"), nargs="+", default=["digits", "words"],
+    needles.add_argument("--task", choices=tasks, nargs="+", action=Distinct, default=tasks,
+                         help="Measure these tasks (default: all).")  # fmt: skip
+    needles.add_argument("--values", choices=("digits", "words"), nargs="+", action=Distinct,
+                         default=["digits", "words"],
                          help="Let values be numbers or words (default: both).")  # fmt: skip
     add_path(needles, "--text", "FILE", "Hide statements in this prose (default: four sentences, repeated).")
     add_number(needles, "--keys", "Make N statements in multikey (default: 4).")
@@ -142,8 +145,9 @@ def add(command: AddCommand) -> None:
                               ("key-dim", "the key dimension K", "the width over the query heads"),
                               ("value-dim", "the value dimension V", "K")):  # fmt: skip
         sizes.add_argument(f"--{name}", metavar="N", type=positive, help=f"Set {what} (default: {usual}).")
-    sizes.add_argument("--p", metavar="P", type=positive, nargs="+", help="Show these powers (default: 2 3 4 5 6 8).")
-    sizes.add_argument("--context", metavar="N", type=positive, nargs="+",
+    sizes.add_argument("--p", metavar="P", type=positive, nargs="+", action=Distinct,
+                       help="Show these powers (default: 2 3 4 5 6 8).")  # fmt: skip
+    sizes.add_argument("--context", metavar="N", type=positive, nargs="+", action=Distinct,
                        help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
     add_number(sizes, "--window", "Let window attention see N tokens (default: 8192).")
     add_number(sizes, "--element-bytes", "Count N bytes for an element of a state; sympow's have 4 (default: 2).")
@@ -154,7 +158,8 @@ def add(command: AddCommand) -> None:
 def _add_options_of_texts(parser: argparse.ArgumentParser, drawn: str) -> None:
     """Adds the options that `passkey` and `needles` share; `drawn` says what the seed decides."""
     add_path(parser, "runs", "RUN", SCORED, nargs="+")
-    parser.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
+    parser.add_argument("--context", metavar="N", type=positive, nargs="+", action=Distinct,
+                        default=[1024, 2048, 4096],
                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
     add_number(parser, "--texts", "Use N texts at each length and depth.", 20)
     parser.add_argument("--seed", metavar="N", type=natural, default=0,

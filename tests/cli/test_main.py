@@ -482,6 +482,44 @@ def test_files_of_others_are_not_replaced(command, option, what, content, fails,
     assert "exists and is" not in fails(command, "no run", option, file)
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("evaluate", "--csv --plot"),
+        ("passkey", "--csv --plot"),
+        ("ar-hits", "--csv --html"),
+        ("ar-hits", "--plot --html"),
+        ("corpus", "--out --plot"),
+    ],
+)
+def test_two_results_do_not_go_into_one_file(command, options, fails, tmp_path, monkeypatch):
+    """The one that is written first would be lost. Their paths may be written differently, or be links."""
+    monkeypatch.chdir(tmp_path)
+    Path("link.png").symlink_to("x.png")
+    first, second = options.split()
+    for other in ("x.png", f"{tmp_path}/x.png", "./x.png", "link.png"):
+        line = fails(command, "no run", first, "x.png", second, other)
+        assert line == f"{first} and {second} name one file: {other} (see sympow {command} --help)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["needles", "no run", "--task", "single", "tracing", "single"],
+        ["needles", "no run", "--values", "words", "words"],
+        ["needles", "no run", "--context", "150", "0150"],
+        ["passkey", "no run", "--context", "150", "300", "150"],
+        ["recall-probe", "no run", "--pairs", "2", "2"],
+        ["sizes", "--p", "1", "1"],
+        ["sizes", "--context", "8", "8"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_value_that_is_given_twice_is_not_measured_twice(words, fails):
+    command, option, value = words[0], next(word for word in words if word.startswith("--")), words[-1].lstrip("0")
+    assert fails(*words) == f"argument {option}: {value} is given twice (see sympow {command} --help)"
+
+
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg", "jpg"])
 def test_only_images_are_replaced_by_images(kind, fails, tmp_path):
     matplotlib = pytest.importorskip("matplotlib.figure")
