@@ -108,7 +108,7 @@ def run_convert(options: argparse.Namespace) -> None:
 
 def run_distill(options: argparse.Namespace) -> int | None:
     """Runs `sympow distill`."""
-    from sympow.cli.run_checks import check_held_out
+    from sympow.cli.run_checks import check_given, check_held_out
     from sympow.cli.train import run_training
     from sympow.conversion import distillation_run
     from sympow.conversion.distillation import NARROW, hides_nothing
@@ -117,6 +117,8 @@ def run_distill(options: argparse.Namespace) -> int | None:
     from sympow.training.ranks import is_main
     from sympow.training.run_folder import read_config
 
+    given = {"distillation.start": "DIR", "distillation.teacher": "--teacher", "distillation": "the command"}
+    check_given(options.overrides, given)
     start, teacher = str(Path(options.run)), str(Path(options.teacher))
     config = override(distillation_run(read_config(start), start, teacher), options.overrides)
     out = Path(options.out)

@@ -84,5 +84,17 @@ def check_held_out(data: DataConfig, assignments: Sequence[str], group: str = ""
             )
 
 
+def check_given(assignments: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raises ValueError if the user sets a field of a config that an argument of the command sets already.
+
+    Args:
+        assignments: what the user has set, key=value.
+        given: the arguments, by the fields that they set.
+    """
+    for assignment, key in zip(assignments, _keys(assignments), strict=True):
+        if key in given:
+            raise ValueError(f"{given[key]} sets {key} already: leave {assignment} out")
+
+
 def _keys(assignments: Sequence[str]) -> list[str]:
     return [assignment.partition("=")[0] for assignment in assignments]

@@ -448,6 +448,19 @@ def to_distill(folders, teacher="teacher", **data):
     return dataclasses.replace(run, training=training, distillation=stages, data=data)
 
 
+@pytest.mark.parametrize(
+    ("field", "sets"),
+    [
+        ("distillation.teacher=other", "--teacher sets distillation.teacher"),
+        ("distillation.start=other", "DIR sets distillation.start"),
+        ("distillation=none", "the command sets distillation"),
+    ],
+)
+def test_a_field_does_not_replace_what_the_command_names(folders, tmp_path, fails, field, sets):
+    words = ["distill", f"{folders}/student", "--teacher", f"{folders}/teacher", "--out", tmp_path / "out"]
+    assert fails(*words, field) == f"{sets} already: leave {field} out"
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_teacher_of_other_tokens_is_refused(folders, tmp_path, checkpoint):
     """Also where the start is a checkpoint in a run folder."""
