@@ -198,6 +198,7 @@ def run_ar_hits(options: argparse.Namespace) -> None:
     from sympow.cli.scored_models import load_scored
     from sympow.evaluation import plot_ar_hits
     from sympow.evaluation.ar_hits_text import to_html, to_terminal
+    from sympow.files import naming
     from sympow.training.devices import resolve_device
 
     if options.examples and not options.html:
@@ -223,7 +224,8 @@ def run_ar_hits(options: argparse.Namespace) -> None:
         plot_ar_hits(measured.losses, options.plot)
     if options.html:
         page = to_html(measured.examples(options.examples or 4), _HITS)
-        Path(options.html).write_text(page, encoding="utf-8")
+        with naming(options.html):
+            Path(options.html).write_text(page, encoding="utf-8")
     if options.show:
         (row,) = measured.examples(1)
         print(*(f"\n{to_terminal(row, run, options.show)}" for run in measured.losses), sep="", end="")
@@ -263,6 +265,7 @@ def run_needles(options: argparse.Namespace) -> int | None:
     from sympow.cli.result_files import check_table
     from sympow.evaluation.needles import NeedleRow, needle_recall, write_needles
     from sympow.evaluation.passkey import FILLER
+    from sympow.files import naming
 
     check_table(options.csv, NeedleRow._fields)
     made = {name: getattr(options, name) for name in ("values", "texts", "seed", "quiet")}
@@ -271,10 +274,13 @@ def run_needles(options: argparse.Namespace) -> int | None:
         if given is not None and task not in options.task:
             raise ValueError(f"--{name} is of the task {task}; got --task {' '.join(options.task)}")
         made |= {} if given is None else {name: given}
-    try:
-        text = FILLER if options.text is None else Path(options.text).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
+    text = FILLER
+    if options.text is not None:
+        try:
+            with naming(options.text, reading=True):
+                text = Path(options.text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
     made |= {"tasks": options.task, "text": text}
 
     def said(row: NeedleRow) -> str:
@@ -295,6 +301,7 @@ def _told(
 
     After Ctrl-C or SIGTERM the row that is being measured is the last one. Returns the rows, and the exit code.
     """
+    from sympow.files import naming
     from sympow.training.interrupt import StopRequest
 
     # A list, so that errors of every model come before the first one is measured.
@@ -306,7 +313,8 @@ def _told(
         def told() -> Iterator[Row]:
             for row in rows:
                 kept.append(row)
-                print(said(row), flush=True)
+                with naming("standard output"):
+                    print(said(row), flush=True)
                 yield row
                 if stop.signal:
                     return

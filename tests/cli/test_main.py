@@ -466,6 +466,61 @@ def test_files_that_are_there_already(folder, fails, tmp_path, monkeypatch):
     assert fails("evaluate", "no run", "--csv", file) == f"{file} cannot be written: Permission denied"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "evaluate --context 32 --rows 2 --csv",
+        "evaluate --context 32 --rows 2 --plot",
+        "ar-hits --context 32 --rows 2 --csv",
+        "ar-hits --context 32 --rows 2 --plot",
+        "ar-hits --context 32 --rows 2 --html",
+        "passkey --context 150 --texts 1 --csv",
+        "passkey --context 150 --texts 1 --plot",
+        "needles --context 400 --texts 1 --task single --csv",
+    ],
+)
+def test_a_full_disk_is_told_with_the_file(words, folder, tmp_path, capsys):
+    full = tmp_path / "full.png"
+    full.symlink_to("/dev/full")
+    name, *options = words.split()
+    assert main([name, str(folder / "power"), *options, str(full)]) == 2
+    assert capsys.readouterr().err.endswith(f"sympow: error: {full}: No space left on device\n")
+
+
+def test_a_full_disk_behind_standard_output(folder, tmp_path):
+    """Standard output is written while the table is open, but the error is not of the table."""
+    words = ["passkey", folder / "power", "--context", 150, "--texts", 1, "--csv", tmp_path / "x.csv", "--quiet"]
+    with open("/dev/full", "w") as full:
+        done = command(*words, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert done.stderr == "sympow: error: standard output: No space left on device\n"
+
+
+def test_a_corpus_that_the_disk_does_not_take(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i in range(2):
+        text = np.random.default_rng(i).integers(97, 123, 1 << 16, dtype=np.uint8)
+        (tmp_path / "texts" / f"{i}.txt").write_bytes(text.tobytes())
+    limit = 1 << 14
+    words = ["--out", tmp_path / "corpus", "--row-tokens", 1 << 15, "--vocab-size", 256, "--quiet"]
+    script = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    done = command("corpus", tmp_path / "texts", *words, script=script)
+    assert done.stderr == f"sympow: error: {tmp_path}/corpus.partial: File too large\n"
+
+
+def test_a_file_that_cannot_be_read_is_told(folder, fails, tmp_path, monkeypatch):
+    file, power = "/proc/self/mem", folder / "power"  # which can be opened, and whose first bytes cannot be read
+    told = f"{file}: Input/output error"
+    assert fails("generate", power, "--prompt-file", file) == told
+    assert fails("read", power, file, "--out", tmp_path / "context") == told
+    assert fails("needles", power, "--text", file) == told
+    assert fails("mqar-figures", file, "--out", tmp_path / "figures") == told
+    assert fails("serve", power, "--api-keys", file) == told
+    assert fails("corpus", file, "--out", tmp_path / "corpus") == told
+    with open(file, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert fails("generate", power, "--prompt-file", "-") == "standard input: Input/output error"
+
+
 @pytest.mark.parametrize("content", [b"my notes\n", b"a,b\n1,2\n", b"\xff\x00", b"\n\n", b'"'])
 @pytest.mark.parametrize(
     ("command", "option", "what"),
@@ -832,7 +887,8 @@ def command(*arguments, script: str = "", **options) -> subprocess.CompletedProc
     """A command in a process of its own, after a line of Python."""
     code = f"import sys; {script}\nfrom sympow.cli import main\nsys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], **options)
+    options = {"capture_output": True} | options
+    return subprocess.run(words, text=True, cwd=Path(__file__).parents[2], **options)
 
 
 def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path):

@@ -34,7 +34,7 @@ from sympow.data.tokens import (
     load_tokenizer,
     tokenizers_library,
 )
-from sympow.files import digest, parsed_json, sync, write_text
+from sympow.files import digest, naming, parsed_json, sync, write_text
 from sympow.locks import locked
 
 ROW_TOKENS = 65_536
@@ -92,7 +92,7 @@ def write_corpus(
         _check_room(documents, row_tokens, tokenizer)
         _begin(partial, settings)
         tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
-        with _Writer(partial, documents, row_tokens, tokenizer) as writer:
+        with naming(partial), _Writer(partial, documents, row_tokens, tokenizer) as writer:
             for document, text in source.texts(documents, writer.finished):
                 if isinstance(text, str):
                     text = encode_document(tokenizer, document.name, text)
