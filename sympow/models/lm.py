@@ -20,7 +20,7 @@ from sympow.fields import check_integer
 from sympow.layers import MixerState
 from sympow.layers.base import refuse_other_kinds
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import After, Device, DType, check_batch
+from sympow.layers.state import After, Device, DType, check_batch, check_room
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
@@ -256,9 +256,8 @@ class LanguageModel(nn.Module):
         past, of at least 4 bytes a number, that are larger than the free memory.
         """
         check_integer("batch_size", batch_size, 0)
-        held = batch_size * self.state_size(0) * max(4, self.embedding.weight.element_size())
-        what = f"a state of {self.config.n_layers:,} layers for {batch_size:,} sequence{'s' * (batch_size != 1)}"
-        check_memory(what, held, self.embedding.weight.device if device is None else device)
+        layers = f"{self.config.n_layers:,} layers"
+        check_room(layers, batch_size, self.state_size(0), self.embedding.weight, device)
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
