@@ -44,7 +44,7 @@ def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002.pt", "step-00000004.pt"]
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
     before = latest(run).stat().st_mtime_ns
-    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == f"{run} has finished already, at step 4 of 4\n" and err == ""
     assert latest(run).stat().st_mtime_ns == before
@@ -59,11 +59,11 @@ def test_a_finished_run_with_a_damaged_last_checkpoint_is_not_finished(folder, t
     directory = whole[:-500] + bytes(255 - byte for byte in whole[-500:-400]) + whole[-400:]
     made = {"cut": whole[:middle], "changed": changed, "directory": directory, "empty": b""}
     last.write_bytes(made[damage])
-    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 2
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(run)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"sympow: error: {last} is ") and err.count("\n") == 1
     last.write_bytes(whole)
-    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(run)]) == 0
 
 
 def test_train_says_what_it_does(folder, tmp_path, capsys):
@@ -339,6 +339,8 @@ def test_unknown_recipes(folder, fails):
     for no_module in ("folder/recipe.txt", "..", "a..b:f"):
         assert fails("train", no_module).startswith("unknown recipe ")
     tiny = f"{folder}/tiny.py"
+    recipes = ", ".join(f"{tiny}:{name}" for name in ("power", "softmax", "hybrid", "nothing", "needy"))
+    assert fails("train", tiny) == f"{tiny} holds several recipes: name one of {recipes}"
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
     no_recipe = f"nothing in {tiny} is no recipe of sympow train: it returned int, not RunConfig"
     assert fails("train", f"{tiny}:nothing") == no_recipe
@@ -717,7 +719,7 @@ def test_an_error_is_one_line_whatever_is_in_a_path(folder, fails, tmp_path, nam
 
 def test_a_folder_whose_name_is_not_utf_8_is_told(folder, tmp_path):
     run = shutil.copytree(folder / "power", tmp_path / os.fsdecode(b"\xff"))
-    words = [sys.executable, "-m", "sympow", "train", f"{folder}/tiny.py", "--out", str(run)]
+    words = [sys.executable, "-m", "sympow", "train", f"{folder}/tiny.py:power", "--out", str(run)]
     done = subprocess.run(words, capture_output=True, env=os.environ | {"PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"})
     assert done.stderr == b"" and done.stdout == bytes(run) + b" has finished already, at step 4 of 4\n"
 
@@ -787,7 +789,7 @@ def test_a_shell_completes_commands_and_options(tmp_path):
 )
 def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, message):
     monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
-    error = fails("train", f"{folder}/tiny.py", "--out", tmp_path / "run", *words)
+    error = fails("train", f"{folder}/tiny.py:power", "--out", tmp_path / "run", *words)
     assert error.startswith(message) and error.endswith("; this machine has 4.0 GB free")
 
 
@@ -805,7 +807,7 @@ def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words
     """Before, a billion layers were made one by one, until the system ended the process."""
     there = {"cpu": memory.Memory(4 * 10**9, 8 * 10**9)}  # layers are first made on the meta device
     monkeypatch.setattr(memory, "memory_of", lambda device: there.get(str(device)))
-    error = fails("train", f"{folder}/tiny.py", "--out", tmp_path / "run", *words)
+    error = fails("train", f"{folder}/tiny.py:power", "--out", tmp_path / "run", *words)
     assert error.startswith(message) and error.endswith(" of memory; this machine has 4.0 GB free")
 
 
