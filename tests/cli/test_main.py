@@ -405,6 +405,8 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     for command, label in (("evaluate", "power"), ("ar-hits", "the first model")):
         line = fails(command, folder / "power", "--data", f"tokenizer={tmp_path}/no")
         assert line == f"tokenizer file does not exist: {tmp_path}/no"
+        line = fails(command, folder / "power", "--data", "tokenizer=bpe")
+        assert line == f"{label} reads text by its own tokenizer, bytes: leave tokenizer=bpe out"
         line = fails(command, folder / "power", "--data", "vocab_size=17")
         assert line == f"vocab_size is 17, but the tokenizer of {label} has 256 tokens"
     assert "device 'meta' cannot be used here" in fails(
