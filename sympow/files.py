@@ -102,13 +102,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the name of the file at `path` to an error in the block that says that the disk takes no more of it."""
+def naming(path: str | os.PathLike[str], reading: bool = False) -> Iterator[None]:
+    """Adds the name of a file to an error in the block that names none, and that the file may have caused.
+
+    Args:
+        path: of the file.
+        reading: whether the block reads the file, so that any error of the system counts. Otherwise the block writes
+            the file, and an error counts that says that the disk takes no more of it.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            error.filename = str(path)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if error.filename is None and error.strerror is not None and (reading or full):
+            error.filename = os.fspath(path)
         raise
 
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "models": {"fields", "ops", "layers"},
     "data": {"files", "locks", "progress", "fields"},
-    "evaluation": {"progress", "ops", "layers", "models"},
+    "evaluation": {"files", "progress", "ops", "layers", "models"},
     "training": {"files", "locks", "progress", "fields", "ops", "layers", "models", "data"},
     "sweeps": {"files", "locks", "fields", "data", "training"},
     "integrations": {"files", "locks", "progress", "ops", "layers", "models", "data", "training"},
@@ -49,6 +49,7 @@ MAY_IMPORT = {
     },
     "recipes": {"fields", "ops", "layers", "models", "data", "evaluation", "training", "recall"},
     "cli": {
+        "files",
         "progress",
         "ops",
         "layers",

@@ -16,7 +16,7 @@ from traceback import walk_tb
 
 from sympow import __version__
 from sympow.cli import convert, corpora, generate, measure, mqar, serve, train
-from sympow.cli.options import Parser, tell
+from sympow.cli.options import Parser, check_outputs, tell
 
 GROUPS = (train, measure, generate, serve, convert, mqar, corpora)
 
@@ -87,6 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.refuse(f"unrecognized arguments: {' '.join(more)}")
     if more:
         getattr(options, options.rest).extend(more)
+    check_outputs(options, options.refuse)
     if "check" in options:
         options.check(options, options.refuse)
     return options

@@ -14,6 +14,7 @@ import torch
 from sympow.cli.result_files import standard_input
 from sympow.cli.run_checks import text_tokenizer
 from sympow.data import Tokenizer, encode_stream
+from sympow.files import naming
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context import extended_digest
 from sympow.models.context_file import ContextHeader, fingerprint, is_context_file, read_header
@@ -203,7 +204,7 @@ def _opened(text: str) -> Iterator[TextIO]:
             yield file
         return
     try:
-        with open(text, encoding="utf-8", newline="") as file:  # with its line ends, as training reads texts
-            yield file
+        with naming(text, reading=True), open(text, encoding="utf-8", newline="") as file:
+            yield file  # with its line ends, as training reads texts
     except UnicodeDecodeError as error:
         raise ValueError(f"{text} is not UTF-8 text: {error.reason}") from None

@@ -108,15 +108,18 @@ def run_convert(options: argparse.Namespace) -> None:
 
 def run_distill(options: argparse.Namespace) -> int | None:
     """Runs `sympow distill`."""
-    from sympow.cli.run_checks import check_held_out
+    from sympow.cli.run_checks import check_bpe, check_given, check_held_out
     from sympow.cli.train import run_training
     from sympow.conversion import distillation_run
     from sympow.conversion.distillation import NARROW, hides_nothing
     from sympow.training import override
     from sympow.training.devices import resolve_device, usual_precision
     from sympow.training.ranks import is_main
-    from sympow.training.run_folder import read_config
+    from sympow.training.run_folder import folder_of, read_config
+    from sympow.training.runs import saved_tokenizer
 
+    given = {"distillation.start": "DIR", "distillation.teacher": "--teacher", "distillation": "the command"}
+    check_given(options.overrides, given)
     start, teacher = str(Path(options.run)), str(Path(options.teacher))
     config = override(distillation_run(read_config(start), start, teacher), options.overrides)
     out = Path(options.out)
@@ -126,6 +129,7 @@ def run_distill(options: argparse.Namespace) -> int | None:
     precision = read_config(out).training.precision if begun else usual_precision(device)
     config = override(distillation_run(read_config(start), start, teacher, precision), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
+    check_bpe(saved_tokenizer(folder_of(start)), start, options.overrides, "data.")
     if hides_nothing(config) and is_main():
         line = f"distillation.window_dropout has no effect: no layer has a window of more than {NARROW} tokens"
         print(line, file=sys.stderr)

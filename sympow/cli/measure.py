@@ -19,6 +19,7 @@ from sympow.cli.options import (
     SCORED,
     WEIGHTS,
     AddCommand,
+    Distinct,
     add_fields,
     add_number,
     add_path,
@@ -102,7 +103,7 @@ def add(command: AddCommand) -> None:
 
     probe = command("recall-probe", "Ask a trained model for the values of keys in its context.", _RECALL_PROBE)
     add_path(probe, "runs", "RUN", SCORED, nargs="+")
-    probe.add_argument("--pairs", metavar="P", type=positive, nargs="+",
+    probe.add_argument("--pairs", metavar="P", type=positive, nargs="+", action=Distinct,
                        help="Use P pairs in each sequence "
                             "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
     add_number(probe, "--length", "Use sequences of N tokens (default: 8 for each pair).")
@@ -122,8 +123,10 @@ def add(command: AddCommand) -> None:
     needles = command("needles", "Measure the recall of statements in a long text.", _NEEDLES)
     _add_options_of_texts(needles, "keys, values and places")
     tasks = ("single", "multikey", "tracing")
-    needles.add_argument("--task", choices=tasks, nargs="+", default=tasks, help="Measure these tasks (default: all).")
-    needles.add_argument("--values", choices=("digits", "words"), nargs="+", default=["digits", "words"],
+    needles.add_argument("--task", choices=tasks, nargs="+", action=Distinct, default=tasks,
+                         help="Measure these tasks (default: all).")  # fmt: skip
+    needles.add_argument("--values", choices=("digits", "words"), nargs="+", action=Distinct,
+                         default=["digits", "words"],
                          help="Let values be numbers or words (default: both).")  # fmt: skip
     add_path(needles, "--text", "FILE", "Hide statements in this prose (default: four sentences, repeated).")
     add_number(needles, "--keys", "Make N statements in multikey (default: 4).")
@@ -142,8 +145,9 @@ def add(command: AddCommand) -> None:
                               ("key-dim", "the key dimension K", "the width over the query heads"),
                               ("value-dim", "the value dimension V", "K")):  # fmt: skip
         sizes.add_argument(f"--{name}", metavar="N", type=positive, help=f"Set {what} (default: {usual}).")
-    sizes.add_argument("--p", metavar="P", type=positive, nargs="+", help="Show these powers (default: 2 3 4 5 6 8).")
-    sizes.add_argument("--context", metavar="N", type=positive, nargs="+",
+    sizes.add_argument("--p", metavar="P", type=positive, nargs="+", action=Distinct,
+                       help="Show these powers (default: 2 3 4 5 6 8).")  # fmt: skip
+    sizes.add_argument("--context", metavar="N", type=positive, nargs="+", action=Distinct,
                        help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
     add_number(sizes, "--window", "Let window attention see N tokens (default: 8192).")
     add_number(sizes, "--element-bytes", "Count N bytes for an element of a state; sympow's have 4 (default: 2).")
@@ -154,7 +158,8 @@ def add(command: AddCommand) -> None:
 def _add_options_of_texts(parser: argparse.ArgumentParser, drawn: str) -> None:
     """Adds the options that `passkey` and `needles` share; `drawn` says what the seed decides."""
     add_path(parser, "runs", "RUN", SCORED, nargs="+")
-    parser.add_argument("--context", metavar="N", type=positive, nargs="+", default=[1024, 2048, 4096],
+    parser.add_argument("--context", metavar="N", type=positive, nargs="+", action=Distinct,
+                        default=[1024, 2048, 4096],
                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
     add_number(parser, "--texts", "Use N texts at each length and depth.", 20)
     parser.add_argument("--seed", metavar="N", type=natural, default=0,
@@ -193,6 +198,7 @@ def run_ar_hits(options: argparse.Namespace) -> None:
     from sympow.cli.scored_models import load_scored
     from sympow.evaluation import plot_ar_hits
     from sympow.evaluation.ar_hits_text import to_html, to_terminal
+    from sympow.files import naming
     from sympow.training.devices import resolve_device
 
     if options.examples and not options.html:
@@ -218,7 +224,8 @@ def run_ar_hits(options: argparse.Namespace) -> None:
         plot_ar_hits(measured.losses, options.plot)
     if options.html:
         page = to_html(measured.examples(options.examples or 4), _HITS)
-        Path(options.html).write_text(page, encoding="utf-8")
+        with naming(options.html):
+            Path(options.html).write_text(page, encoding="utf-8")
     if options.show:
         (row,) = measured.examples(1)
         print(*(f"\n{to_terminal(row, run, options.show)}" for run in measured.losses), sep="", end="")
@@ -258,6 +265,7 @@ def run_needles(options: argparse.Namespace) -> int | None:
     from sympow.cli.result_files import check_table
     from sympow.evaluation.needles import NeedleRow, needle_recall, write_needles
     from sympow.evaluation.passkey import FILLER
+    from sympow.files import naming
 
     check_table(options.csv, NeedleRow._fields)
     made = {name: getattr(options, name) for name in ("values", "texts", "seed", "quiet")}
@@ -266,10 +274,13 @@ def run_needles(options: argparse.Namespace) -> int | None:
         if given is not None and task not in options.task:
             raise ValueError(f"--{name} is of the task {task}; got --task {' '.join(options.task)}")
         made |= {} if given is None else {name: given}
-    try:
-        text = FILLER if options.text is None else Path(options.text).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
+    text = FILLER
+    if options.text is not None:
+        try:
+            with naming(options.text, reading=True):
+                text = Path(options.text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
     made |= {"tasks": options.task, "text": text}
 
     def said(row: NeedleRow) -> str:
@@ -290,6 +301,7 @@ def _told(
 
     After Ctrl-C or SIGTERM the row that is being measured is the last one. Returns the rows, and the exit code.
     """
+    from sympow.files import naming
     from sympow.training.interrupt import StopRequest
 
     # A list, so that errors of every model come before the first one is measured.
@@ -301,7 +313,8 @@ def _told(
         def told() -> Iterator[Row]:
             for row in rows:
                 kept.append(row)
-                print(said(row), flush=True)
+                with naming("standard output"):
+                    print(said(row), flush=True)
                 yield row
                 if stop.signal:
                     return

@@ -68,6 +68,28 @@ def add_fields(parser: Arguments, name: str, help: str) -> None:
     parser.add_argument(name, metavar="key=value", default=[], help=help, **how)
 
 
+def check_outputs(options: argparse.Namespace, refuse: Refuse) -> None:
+    """Refuses two options that name one file, in which only one of two results would be left."""
+    named: dict[str, str] = {}
+    for name in ("out", "csv", "plot", "html"):
+        file = getattr(options, name, None)
+        if file is not None and (other := named.setdefault(os.path.realpath(file), name)) != name:
+            refuse(f"--{other} and --{name} name one file: {file}")
+
+
+class Distinct(argparse.Action):
+    """Stores the values of an option, and refuses a value that is given twice, which would be measured twice."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, values: Any, name: str | None = None
+    ) -> None:
+        """Stores the values. Raises argparse.ArgumentError, from which the parser makes its error."""
+        for value in values:
+            if values.count(value) > 1:
+                raise argparse.ArgumentError(self, f"{value} is given twice")
+        setattr(options, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """Parses arguments, and prints errors in one line.
 

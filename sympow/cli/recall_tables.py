@@ -15,6 +15,7 @@ from sympow.data import Corpus, DataConfig, Tokenizer, open_corpus
 from sympow.evaluation import BigramCounts, HitLosses, Share, choose_rows, count_bigrams, gap_shares, hit_losses
 from sympow.evaluation.ar_hits import FREQUENT, SLICES, published_share
 from sympow.evaluation.ar_hits_text import Example, example
+from sympow.files import naming
 from sympow.progress import Progress
 from sympow.recall.probe import PAIRS, Probed, fitting, probe
 from sympow.training import override
@@ -94,7 +95,7 @@ class MeasuredHits:
     def write_csv(self, path: str) -> None:
         """Writes slices, cells by count, distance and document of every run, and gaps, as one tidy table."""
         gaps = self.gaps()
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with naming(path), open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
             for label, losses in self.losses.items():

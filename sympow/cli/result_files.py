@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from sympow.files import naming
+
 # How images begin, by their types.
 _IMAGES = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xm", "eps": b"%!PS", "ps": b"%!PS", "jpg": b"\xff\xd8",
            "jpeg": b"\xff\xd8", "webp": b"RIFF", "gif": b"GIF"}  # fmt: skip
@@ -121,7 +123,8 @@ def standard_input() -> Iterator[TextIO]:
         return
     file = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="")
     try:
-        yield file
+        with naming("standard input", reading=True):
+            yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8 text: {error.reason}") from None
     finally:

@@ -55,6 +55,7 @@ def check_data_tokenizer(data: DataConfig, own: Tokenizer | None, label: str, as
     """
     if own is None:
         return
+    check_bpe(own, label, assignments)
     named, keys = data.tokenizer, _keys(assignments)
     if "vocab_size" in keys and data.vocab_size not in (None, own.vocab_size):
         raise ValueError(f"vocab_size is {data.vocab_size}, but the tokenizer of {label} has {own.vocab_size} tokens")
@@ -64,6 +65,22 @@ def check_data_tokenizer(data: DataConfig, own: Tokenizer | None, label: str, as
     other = ByteTokenizer() if named == "bytes" else load_tokenizer(named)
     if list(other.token_bytes) != list(own.token_bytes):
         raise ValueError(f"the data name the tokenizer {named}, but {label} reads text by its own, another one")
+
+
+def check_bpe(own: Tokenizer | None, label: str, assignments: Sequence[str], group: str = "") -> None:
+    """Raises ValueError if the user asks for a BPE for a model that reads bytes, which would go on to read bytes.
+
+    A config alone does not tell, because "bpe" is what it has by default.
+
+    Args:
+        own: the model's tokenizer.
+        label: of the model.
+        assignments: what the user has set, key=value.
+        group: as for `check_held_out`.
+    """
+    wanted = f"{group}tokenizer=bpe"
+    if isinstance(own, ByteTokenizer) and wanted in assignments:
+        raise ValueError(f"{label} reads text by its own tokenizer, bytes: leave {wanted} out")
 
 
 def check_held_out(data: DataConfig, assignments: Sequence[str], group: str = "") -> None:
@@ -82,6 +99,18 @@ def check_held_out(data: DataConfig, assignments: Sequence[str], group: str = ""
                 f"{key} chooses held-out documents, which {group}held_out_path = {data.held_out_path!r} gives already: "
                 "leave one of them out"
             )
+
+
+def check_given(assignments: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raises ValueError if the user sets a field of a config that an argument of the command sets already.
+
+    Args:
+        assignments: what the user has set, key=value.
+        given: the arguments, by the fields that they set.
+    """
+    for assignment, key in zip(assignments, _keys(assignments), strict=True):
+        if key in given:
+            raise ValueError(f"{given[key]} sets {key} already: leave {assignment} out")
 
 
 def _keys(assignments: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from sympow.cli.run_checks import dtype_of, text_tokenizer
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens, json_object
+from sympow.files import naming
 from sympow.models import LanguageModel
 from sympow.models.slots import CacheRoom
 from sympow.ops.cost import format_bytes
@@ -133,7 +134,8 @@ def api_keys(file: str | None) -> tuple[str, ...]:
 
     Raises ValueError for a file without keys, and for keys that are not UTF-8.
     """
-    given = os.fsencode(os.environ.get(KEYS, "")) if file is None else Path(file).read_bytes()
+    with naming(file or KEYS, reading=True):
+        given = os.fsencode(os.environ.get(KEYS, "")) if file is None else Path(file).read_bytes()
     try:
         text = given.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:

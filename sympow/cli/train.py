@@ -56,12 +56,16 @@ def _find_recipe(options: argparse.Namespace, refuse: Refuse) -> None:
 
 def run_train(options: argparse.Namespace) -> int | None:
     """Runs `sympow train`."""
-    from sympow.cli.run_checks import check_held_out
+    from sympow.cli.run_checks import check_bpe, check_given, check_held_out
     from sympow.recipes import load_recipe
     from sympow.training import fine_tuning_run, override
+    from sympow.training.run_folder import folder_of
+    from sympow.training.runs import saved_tokenizer
 
     config = fine_tuning_run(options.start) if options.recipe is None else load_recipe(options.recipe)
     if options.start is not None:
+        check_given(options.overrides, {"start": "--from"})
+        check_bpe(saved_tokenizer(folder_of(options.start)), options.start, options.overrides, "data.")
         config = replace(config, start=str(Path(options.start)))
     config = override(config, options.overrides)
     check_held_out(config.data, options.overrides, "data.")

@@ -16,7 +16,7 @@ from sympow.data.corpus import TokenCorpus
 from sympow.data.streams import STREAM, streamed
 from sympow.data.text_files import Reader, TextFile, classify, describe, find_files, without_compression
 from sympow.data.tokens import BPETokenizer, Tokenizer, encode_document
-from sympow.files import atomic_write, default_cache_dir, digest, remove_leftovers
+from sympow.files import atomic_write, default_cache_dir, digest, naming, remove_leftovers
 
 # The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
 # vocabulary of thousands.
@@ -261,7 +261,8 @@ def _single_file(path: Path, group: str, suffixes: Sequence[str], text_field: st
 
 
 def _read_text(path: Path) -> str:
-    return path.read_bytes().decode("utf-8", errors="replace")
+    with naming(path, reading=True):
+        return path.read_bytes().decode("utf-8", errors="replace")
 
 
 def _folders(files: Sequence[TextFile], reader: Reader) -> list[Document]:

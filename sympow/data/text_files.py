@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sympow.files import parsed_json
+from sympow.files import naming, parsed_json
 
 COMPRESSIONS = (".gz", ".zst")
 # Files that hold a document in each row, by the end of their names without that of the compression.
@@ -250,7 +250,8 @@ def _json(path: Path, key: str) -> list[Any]:
 def _naming(file: TextFile) -> Iterator[None]:
     """Names the file in an error that says that it cannot be read."""
     try:
-        yield
+        with naming(file.path, reading=True):
+            yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{file.path} cannot be read as {file.compression}: {error}") from None
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sympow.evaluation.ar_hits import Cell, HitLosses
 from sympow.evaluation.plot import curve_style, empty_figure, set_grid
+from sympow.files import naming
 
 LEAST = 30  # tokens of a point that is drawn; the mean of fewer says little
 
@@ -46,7 +47,8 @@ def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]
         axis.set_ylabel("held-out loss (nats a token)")
     set_grid((counts, distances, rates))
     figure.legend(*counts.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)
 
 
 def draw_rates(axis: Any, losses: HitLosses) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from sympow.files import naming
 from sympow.progress import Progress
 
 LEAST_POSITIONS = 64  # the smallest width of a bin for the best-context loss
@@ -227,7 +228,7 @@ def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
     Columns: run, bin_start, bin_end (exclusive), loss and stderr in nats a token, tokens, train_context (empty where
     it is not known).
     """
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with naming(path), open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for run, losses, train_context in curves:

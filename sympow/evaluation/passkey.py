@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sympow.evaluation.plot import empty_figure
+from sympow.files import naming
 from sympow.models import LanguageModel, generate
 from sympow.ops.memory import check_memory
 from sympow.progress import Progress
@@ -176,7 +177,7 @@ def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iter
     """
     rows = iter(rows)
     first = list(islice(rows, 1))
-    with open(path, "w", newline="", encoding="utf-8", buffering=1) as file:  # so that a line is on the disk at once
+    with naming(path), open(path, "w", newline="", encoding="utf-8", buffering=1) as file:  # a line is there at once
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(chain(first, rows))
@@ -211,7 +212,8 @@ def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> N
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("depth of the number" if n % columns == 0 else "")
         axes.set_title(model, fontsize=10)
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)
 
 
 def _keys(count: int, seed: int) -> list[str]:

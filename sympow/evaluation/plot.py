@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sympow.evaluation.context_loss import Bin, Curve
+from sympow.files import naming
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; markers tell the curves apart in black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -66,7 +67,8 @@ def plot_context_losses(curves: Sequence[Curve], path: str | os.PathLike[str]) -
     axes.set_title("Loss by context length")
     set_grid([axes])
     axes.legend(fontsize=9)
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)
 
 
 def empty_figure(what: str, size: tuple[float, float], dpi: int = 150) -> Any:

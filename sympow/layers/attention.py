@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sympow.layers.base import Mixer, own_weight
+from sympow.layers.base import Mixer, any_weight, own_weight
 from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
-from sympow.layers.state import After, Device, DType, MixerState, try_by_copies
+from sympow.layers.state import After, Device, DType, MixerState, check_room, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
@@ -52,6 +52,7 @@ class HeadOptions(TypedDict, total=False):
 
 
 _WIDEST = 1 << 16  # channels of a head whose frequencies are made to check them
+_SMALL = 1 << 24  # elements of a state; to ask for the free memory takes longer than to make such a state
 
 BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
 """The options of the parts that power attention has around its heads by default."""
@@ -221,6 +222,9 @@ class AttentionMixer(Mixer):
 
     @override
     def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
+        size = self.state_size(0)
+        if batch_size * size > _SMALL:
+            check_room(type(self).__name__, batch_size, size, any_weight(self, self.qkv), device)
         behind = self.mix_state(batch_size, device=device, dtype=dtype)
         if self.convolution is None:
             return behind

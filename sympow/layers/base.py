@@ -91,6 +91,8 @@ class Mixer(nn.Module, ABC):
 
         `device` is the device of the weights by default. `dtype` is the dtype of cached keys and values, by default
         that of the weights. Sums over the past are kept in float32 at least.
+
+        Mixers with heads raise ValueError for a state that is larger than the free memory.
         """
 
     @abstractmethod

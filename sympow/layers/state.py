@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sympow.ops import DecodingState, PowerState
 from sympow.ops.availability import concatenated
+from sympow.ops.memory import check_memory
 
 S = TypeVar("S")
 # Where and in which dtype a state is made; None: those of the weights.
@@ -110,6 +111,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
+
+
+def check_room(what: str, batch: int, size: int, weight: Tensor, device: Device) -> None:
+    """Raises ValueError for a state before the first token that is larger than the free memory.
+
+    Args:
+        what: the layers, for the error.
+        batch: the number of sequences.
+        size: the elements of the state for a sequence, which have at least 4 bytes each.
+        weight: of the layers.
+        device: of the state; None: that of `weight`.
+    """
+    sequences = f"{batch:,} sequence{'s' * (batch != 1)}"
+    held = batch * size * max(4, weight.element_size())
+    check_memory(f"a state of {what} for {sequences}", held, weight.device if device is None else device)
 
 
 def check_batch(state: object, batch: int) -> None:

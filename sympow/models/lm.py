@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sympow.fields import check_integer
 from sympow.layers import MixerState
 from sympow.layers.base import refuse_other_kinds
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import After, Device, DType, check_batch
+from sympow.layers.state import After, Device, DType, check_batch, check_room
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
@@ -251,11 +252,12 @@ class LanguageModel(nn.Module):
     def init_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> ModelState:
         """Returns the state before the first token; `device` and `dtype` as in `Mixer.init_state`.
 
-        Raises ValueError for sums of the past, of at least 4 bytes a number, that are larger than the free memory.
+        Raises TypeError or ValueError for a `batch_size` that is no number of sequences, and ValueError for sums of the
+        past, of at least 4 bytes a number, that are larger than the free memory.
         """
-        held = batch_size * self.state_size(0) * max(4, self.embedding.weight.element_size())
-        what = f"a state of {self.config.n_layers:,} layers for {batch_size:,} sequence{'s' * (batch_size != 1)}"
-        check_memory(what, held, self.embedding.weight.device if device is None else device)
+        check_integer("batch_size", batch_size, 0)
+        layers = f"{self.config.n_layers:,} layers"
+        check_room(layers, batch_size, self.state_size(0), self.embedding.weight, device)
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
@@ -286,7 +288,8 @@ class LanguageModel(nn.Module):
             afters.append(after)
 
         def state_after(n: int) -> ModelState:
-            if not 0 <= n <= tokens.shape[1]:
+            check_integer("the number of tokens that are kept", n, 0)
+            if n > tokens.shape[1]:
                 raise ValueError(f"of {tokens.shape[1]} tokens that were tried 0 to all can be kept; got {n}")
             return ModelState([after(n) for after in afters])
 
@@ -320,6 +323,7 @@ class LanguageModel(nn.Module):
 
         Another check would wait for the device where gradients are off.
         """
+        _check_tensor(tokens, "tokens")
         if tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens must be [B, T >= 1]; got {list(tokens.shape)}")
         if tokens.device != self.embedding.weight.device:
@@ -375,12 +379,15 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"a model and its teacher must have one {name}; got {own} and {other}")
 
     def _check_targets(self, targets: Tensor, tokens: Tensor) -> None:
+        _check_tensor(tokens, "tokens")
+        _check_tensor(targets, "targets")
         if targets.shape != tokens.shape:
             shapes = f"{list(targets.shape)} and {list(tokens.shape)}"
             raise ValueError(f"targets and tokens must have one shape; got {shapes}")
         self._check_vocabulary(targets.masked_fill(targets == IGNORE, 0), "targets")
 
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
+        _check_tensor(tokens, name)
         if tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
         waits = tokens.is_cuda and (torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing())
@@ -412,6 +419,12 @@ class Undrawn(LanguageModel):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Keeps the weights as they are."""
         return
+
+
+def _check_tensor(given: object, name: str) -> None:
+    """Raises TypeError for what is no tensor, such as an array of numpy."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(given).__name__}")
 
 
 def _check_memory(config: ModelConfig, pattern: Sequence[Block], device: torch.device) -> None:

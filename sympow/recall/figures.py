@@ -12,6 +12,7 @@ from textwrap import fill
 from typing import Any
 
 from sympow.evaluation import plot
+from sympow.files import naming
 from sympow.recall.results import Row, chosen, group
 
 SOLVED = 0.9  # a number of pairs counts as recalled from this accuracy on
@@ -54,7 +55,8 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str]) -> list[Pa
     for name, figure in figures.items():
         if figure is not None:
             written.append(Path(folder) / f"{name}.png")
-            figure.savefig(written[-1])
+            with naming(written[-1]):
+                figure.savefig(written[-1])
     return written
 
 

@@ -156,7 +156,9 @@ def build_needle_corpus(
         prose = Texts(texts, "file", (), "text", progress, tell)
         return _Rows(prose, tokenizer, rows, row_tokens, every, seed, progress, tell)
 
-    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+    return write_corpus(
+        out, settings, open_source, row_tokens=row_tokens, vocab_size=VOCAB_SIZE, tokenizer=tokenizer, texts=texts
+    )
 
 
 def words_of(texts: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ from io import StringIO
 from statistics import mean, median
 from typing import Any
 
-from sympow.files import write_text
+from sympow.files import naming, write_text
 
 Row = Mapping[str, Any]
 
@@ -60,7 +60,7 @@ def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list
 def read_cells(path: str | os.PathLike[str]) -> list[dict[str, str]]:
     """Returns the rows of a CSV file as text, by the names of its columns; ValueError for a file that is no table."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with naming(path, reading=True), open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table of results: {error}") from error

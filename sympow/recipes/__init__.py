@@ -2,8 +2,8 @@
 
 Recipes in `mqar.py` return a `RecallConfig`, or a `Sweep` of them.
 
-A recipe is named by its file and function, "demo:softmax". Without a function, the name means the first recipe of the
-file. Recipes of users are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small". Modules in the
+A recipe is named by its file and function, "demo:softmax". The name of a file alone is enough if the file has one
+recipe. Recipes of users are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small". Modules in the
 folder of a recipe's file, such as a mixer or a task, can be imported by name.
 """
 
@@ -55,9 +55,9 @@ def describe_recipes(*returned: str) -> dict[str, str]:
 def load_recipe(name: str) -> RunConfig:
     """Returns the config of a recipe.
 
-    Raises ValueError for an unknown recipe or function, FileNotFoundError for a missing file, ImportError for
-    a module that cannot be imported, TypeError for a function that is no recipe, and RecipeError for whatever
-    the code of a recipe raises.
+    Raises ValueError for an unknown recipe or function, and for a file of several recipes if none is named,
+    FileNotFoundError for a missing file, ImportError for a module that cannot be imported, TypeError for a function
+    that is no recipe, and RecipeError for whatever the code of a recipe raises.
     """
     from sympow.training.config import RunConfig
 
@@ -92,7 +92,10 @@ def _called(name: str) -> tuple[str, Any]:
         raise ValueError(f"{place} holds no recipe: no public function is defined in it")
     if function_name and function_name not in functions:
         raise ValueError(unknown(f"recipe in {place}", function_name, functions))
-    recipe = functions[function_name] if function_name else next(iter(functions.values()))
+    if not function_name and len(functions) > 1:
+        names = ", ".join(f"{place}:{each}" for each in functions)
+        raise ValueError(f"{place} holds several recipes: name one of {names}")
+    recipe = functions[function_name or next(iter(functions))]
     label = f"{recipe.__name__} in {place}"
     needed = [p.name for p in inspect.signature(recipe).parameters.values()
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip

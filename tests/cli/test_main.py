@@ -44,7 +44,7 @@ def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002.pt", "step-00000004.pt"]
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
     before = latest(run).stat().st_mtime_ns
-    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == f"{run} has finished already, at step 4 of 4\n" and err == ""
     assert latest(run).stat().st_mtime_ns == before
@@ -59,11 +59,11 @@ def test_a_finished_run_with_a_damaged_last_checkpoint_is_not_finished(folder, t
     directory = whole[:-500] + bytes(255 - byte for byte in whole[-500:-400]) + whole[-400:]
     made = {"cut": whole[:middle], "changed": changed, "directory": directory, "empty": b""}
     last.write_bytes(made[damage])
-    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 2
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(run)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"sympow: error: {last} is ") and err.count("\n") == 1
     last.write_bytes(whole)
-    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(run)]) == 0
 
 
 def test_train_says_what_it_does(folder, tmp_path, capsys):
@@ -339,6 +339,8 @@ def test_unknown_recipes(folder, fails):
     for no_module in ("folder/recipe.txt", "..", "a..b:f"):
         assert fails("train", no_module).startswith("unknown recipe ")
     tiny = f"{folder}/tiny.py"
+    recipes = ", ".join(f"{tiny}:{name}" for name in ("power", "softmax", "hybrid", "nothing", "needy"))
+    assert fails("train", tiny) == f"{tiny} holds several recipes: name one of {recipes}"
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
     no_recipe = f"nothing in {tiny} is no recipe of sympow train: it returned int, not RunConfig"
     assert fails("train", f"{tiny}:nothing") == no_recipe
@@ -403,6 +405,8 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     for command, label in (("evaluate", "power"), ("ar-hits", "the first model")):
         line = fails(command, folder / "power", "--data", f"tokenizer={tmp_path}/no")
         assert line == f"tokenizer file does not exist: {tmp_path}/no"
+        line = fails(command, folder / "power", "--data", "tokenizer=bpe")
+        assert line == f"{label} reads text by its own tokenizer, bytes: leave tokenizer=bpe out"
         line = fails(command, folder / "power", "--data", "vocab_size=17")
         assert line == f"vocab_size is 17, but the tokenizer of {label} has 256 tokens"
     assert "device 'meta' cannot be used here" in fails(
@@ -466,6 +470,61 @@ def test_files_that_are_there_already(folder, fails, tmp_path, monkeypatch):
     assert fails("evaluate", "no run", "--csv", file) == f"{file} cannot be written: Permission denied"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "evaluate --context 32 --rows 2 --csv",
+        "evaluate --context 32 --rows 2 --plot",
+        "ar-hits --context 32 --rows 2 --csv",
+        "ar-hits --context 32 --rows 2 --plot",
+        "ar-hits --context 32 --rows 2 --html",
+        "passkey --context 150 --texts 1 --csv",
+        "passkey --context 150 --texts 1 --plot",
+        "needles --context 400 --texts 1 --task single --csv",
+    ],
+)
+def test_a_full_disk_is_told_with_the_file(words, folder, tmp_path, capsys):
+    full = tmp_path / "full.png"
+    full.symlink_to("/dev/full")
+    name, *options = words.split()
+    assert main([name, str(folder / "power"), *options, str(full)]) == 2
+    assert capsys.readouterr().err.endswith(f"sympow: error: {full}: No space left on device\n")
+
+
+def test_a_full_disk_behind_standard_output(folder, tmp_path):
+    """Standard output is written while the table is open, but the error is not of the table."""
+    words = ["passkey", folder / "power", "--context", 150, "--texts", 1, "--csv", tmp_path / "x.csv", "--quiet"]
+    with open("/dev/full", "w") as full:
+        done = command(*words, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert done.stderr == "sympow: error: standard output: No space left on device\n"
+
+
+def test_a_corpus_that_the_disk_does_not_take(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i in range(2):
+        text = np.random.default_rng(i).integers(97, 123, 1 << 16, dtype=np.uint8)
+        (tmp_path / "texts" / f"{i}.txt").write_bytes(text.tobytes())
+    limit = 1 << 14
+    words = ["--out", tmp_path / "corpus", "--row-tokens", 1 << 15, "--vocab-size", 256, "--quiet"]
+    script = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    done = command("corpus", tmp_path / "texts", *words, script=script)
+    assert done.stderr == f"sympow: error: {tmp_path}/corpus.partial: File too large\n"
+
+
+def test_a_file_that_cannot_be_read_is_told(folder, fails, tmp_path, monkeypatch):
+    file, power = "/proc/self/mem", folder / "power"  # which can be opened, and whose first bytes cannot be read
+    told = f"{file}: Input/output error"
+    assert fails("generate", power, "--prompt-file", file) == told
+    assert fails("read", power, file, "--out", tmp_path / "context") == told
+    assert fails("needles", power, "--text", file) == told
+    assert fails("mqar-figures", file, "--out", tmp_path / "figures") == told
+    assert fails("serve", power, "--api-keys", file) == told
+    assert fails("corpus", file, "--out", tmp_path / "corpus") == told
+    with open(file, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert fails("generate", power, "--prompt-file", "-") == "standard input: Input/output error"
+
+
 @pytest.mark.parametrize("content", [b"my notes\n", b"a,b\n1,2\n", b"\xff\x00", b"\n\n", b'"'])
 @pytest.mark.parametrize(
     ("command", "option", "what"),
@@ -480,6 +539,44 @@ def test_files_of_others_are_not_replaced(command, option, what, content, fails,
     assert file.read_bytes() == content
     file.write_bytes(b"")
     assert "exists and is" not in fails(command, "no run", option, file)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("evaluate", "--csv --plot"),
+        ("passkey", "--csv --plot"),
+        ("ar-hits", "--csv --html"),
+        ("ar-hits", "--plot --html"),
+        ("corpus", "--out --plot"),
+    ],
+)
+def test_two_results_do_not_go_into_one_file(command, options, fails, tmp_path, monkeypatch):
+    """The one that is written first would be lost. Their paths may be written differently, or be links."""
+    monkeypatch.chdir(tmp_path)
+    Path("link.png").symlink_to("x.png")
+    first, second = options.split()
+    for other in ("x.png", f"{tmp_path}/x.png", "./x.png", "link.png"):
+        line = fails(command, "no run", first, "x.png", second, other)
+        assert line == f"{first} and {second} name one file: {other} (see sympow {command} --help)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["needles", "no run", "--task", "single", "tracing", "single"],
+        ["needles", "no run", "--values", "words", "words"],
+        ["needles", "no run", "--context", "150", "0150"],
+        ["passkey", "no run", "--context", "150", "300", "150"],
+        ["recall-probe", "no run", "--pairs", "2", "2"],
+        ["sizes", "--p", "1", "1"],
+        ["sizes", "--context", "8", "8"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_value_that_is_given_twice_is_not_measured_twice(words, fails):
+    command, option, value = words[0], next(word for word in words if word.startswith("--")), words[-1].lstrip("0")
+    assert fails(*words) == f"argument {option}: {value} is given twice (see sympow {command} --help)"
 
 
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg", "jpg"])
@@ -624,7 +721,7 @@ def test_an_error_is_one_line_whatever_is_in_a_path(folder, fails, tmp_path, nam
 
 def test_a_folder_whose_name_is_not_utf_8_is_told(folder, tmp_path):
     run = shutil.copytree(folder / "power", tmp_path / os.fsdecode(b"\xff"))
-    words = [sys.executable, "-m", "sympow", "train", f"{folder}/tiny.py", "--out", str(run)]
+    words = [sys.executable, "-m", "sympow", "train", f"{folder}/tiny.py:power", "--out", str(run)]
     done = subprocess.run(words, capture_output=True, env=os.environ | {"PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"})
     assert done.stderr == b"" and done.stdout == bytes(run) + b" has finished already, at step 4 of 4\n"
 
@@ -694,7 +791,7 @@ def test_a_shell_completes_commands_and_options(tmp_path):
 )
 def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, message):
     monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
-    error = fails("train", f"{folder}/tiny.py", "--out", tmp_path / "run", *words)
+    error = fails("train", f"{folder}/tiny.py:power", "--out", tmp_path / "run", *words)
     assert error.startswith(message) and error.endswith("; this machine has 4.0 GB free")
 
 
@@ -712,7 +809,7 @@ def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words
     """Before, a billion layers were made one by one, until the system ended the process."""
     there = {"cpu": memory.Memory(4 * 10**9, 8 * 10**9)}  # layers are first made on the meta device
     monkeypatch.setattr(memory, "memory_of", lambda device: there.get(str(device)))
-    error = fails("train", f"{folder}/tiny.py", "--out", tmp_path / "run", *words)
+    error = fails("train", f"{folder}/tiny.py:power", "--out", tmp_path / "run", *words)
     assert error.startswith(message) and error.endswith(" of memory; this machine has 4.0 GB free")
 
 
@@ -794,7 +891,8 @@ def command(*arguments, script: str = "", **options) -> subprocess.CompletedProc
     """A command in a process of its own, after a line of Python."""
     code = f"import sys; {script}\nfrom sympow.cli import main\nsys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], **options)
+    options = {"capture_output": True} | options
+    return subprocess.run(words, text=True, cwd=Path(__file__).parents[2], **options)
 
 
 def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path):

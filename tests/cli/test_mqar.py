@@ -37,7 +37,9 @@ def recipe(tmp_path):
 
 def test_one_run(recipe, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["mqar", recipe, "seed=3", "architecture.mlp_ratio=0", "--out", str(out), "--device", "cpu"]) == 0
+    assert (
+        main(["mqar", f"{recipe}:one", "seed=3", "architecture.mlp_ratio=0", "--out", str(out), "--device", "cpu"]) == 0
+    )
     said = capsys.readouterr()
     (row,) = read_results(out / "results.csv")
     assert row["seed"] == 3 and row["mlp_ratio"] == 0 and row["width"] == 16
@@ -71,7 +73,7 @@ def test_a_sweep_tells_how_far_it_is(every_count_is_told, recipe, tmp_path, caps
 def test_the_validation_is_shown(recipe, tmp_path, monkeypatch):
     phases, phase = [], Progress.phase
     monkeypatch.setattr(Progress, "phase", lambda self, name: phases.append(name) or phase(self, name))
-    assert main(["mqar", recipe, "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 0
+    assert main(["mqar", f"{recipe}:one", "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 0
     assert phases and set(phases) == {"validating"}
 
 
@@ -80,25 +82,31 @@ def test_ctrl_c_says_that_the_same_command_continues(recipe, tmp_path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sympow.recall.run_sweep", interrupted)
-    assert main(["mqar", recipe, "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 130
+    assert main(["mqar", f"{recipe}:one", "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 130
     assert capsys.readouterr().err == "stopped; finished runs are kept, and the same command does the others\n"
 
 
 def test_errors_are_one_line(recipe, fails, tmp_path):
     out = ["--out", str(tmp_path / "out")]
-    assert fails("mqar", recipe, "train.0.length=9", *out) == "length must be even; got 9"
-    assert fails("mqar", recipe, "train.0.pairs=3", *out) == "3 pairs need a length of at least 12; got 8"
-    assert fails("mqar", recipe, "architecture.mixers.0.name=attn", *out).startswith("a mixer is one of power, softmax")
-    assert fails("mqar", recipe, "architecture.heads=3", *out).startswith("d_model must be a multiple of n_heads")
-    assert fails("mqar", recipe, "lr=1", *out).startswith("unknown field 'lr'")
+    assert fails("mqar", f"{recipe}:one", "train.0.length=9", *out) == "length must be even; got 9"
+    assert fails("mqar", f"{recipe}:one", "train.0.pairs=3", *out) == "3 pairs need a length of at least 12; got 8"
+    assert fails("mqar", f"{recipe}:one", "architecture.mixers.0.name=attn", *out).startswith(
+        "a mixer is one of power, softmax"
+    )
+    assert fails("mqar", f"{recipe}:one", "architecture.heads=3", *out).startswith(
+        "d_model must be a multiple of n_heads"
+    )
+    assert fails("mqar", f"{recipe}:one", "lr=1", *out).startswith("unknown field 'lr'")
     assert fails("mqar", f"{recipe}:odd", *out).endswith("ValueError: length must be even; got 7")
     assert fails("mqar", "demo:power", *out).endswith("sympow mqar: it returned RunConfig, not RecallConfig or Sweep")
-    assert fails("train", recipe, *out).endswith("no recipe of sympow train: it returned RecallConfig, not RunConfig")
-    assert fails("mqar", recipe, *out, "--executor", "slurm", "--slurm", "gpus") == (
+    assert fails("train", f"{recipe}:one", *out).endswith(
+        "no recipe of sympow train: it returned RecallConfig, not RunConfig"
+    )
+    assert fails("mqar", f"{recipe}:one", *out, "--executor", "slurm", "--slurm", "gpus") == (
         "a parameter of Slurm is written key=value, got 'gpus'"
     )
-    assert fails("mqar", recipe, *out, "--slurm", "timeout_min=5").startswith("parameters of Slurm are for")
-    assert fails("mqar", recipe, *out, "--device", "tpu").startswith("device 'tpu' cannot be used here")
+    assert fails("mqar", f"{recipe}:one", *out, "--slurm", "timeout_min=5").startswith("parameters of Slurm are for")
+    assert fails("mqar", f"{recipe}:one", *out, "--device", "tpu").startswith("device 'tpu' cannot be used here")
     assert not (tmp_path / "out").exists()
     (tmp_path / "other.csv").write_text("a\n1\n")
     assert "holds no results of recall" in fails("mqar-figures", str(tmp_path / "other.csv"), *out)
@@ -108,7 +116,7 @@ def test_errors_are_one_line(recipe, fails, tmp_path):
 @pytest.mark.parametrize("number", [10**13, 2**62])
 def test_data_that_no_memory_holds(recipe, tmp_path, capsys, field, number):
     """NumPy would name an array, or ask for memory until the system ends the process."""
-    words = ["mqar", recipe, f"{field}={number}", "--out", str(tmp_path / "out"), "--executor", "process"]
+    words = ["mqar", f"{recipe}:one", f"{field}={number}", "--out", str(tmp_path / "out"), "--executor", "process"]
     assert main([*words, "--device", "cpu", "--quiet"]) == 2
     error = capsys.readouterr().err
     assert re.search(r"ValueError: data of [\d,]+ examples with a length of [\d,]+ needs .* of memory; this ", error)

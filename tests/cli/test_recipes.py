@@ -116,8 +116,12 @@ def test_names_of_runs_are_all_different():
     assert len(set(names)) == len(names)
 
 
-def test_a_file_alone_is_its_first_recipe():
-    assert load_recipe("demo") == load_recipe("demo:power")
+def test_a_file_alone_is_its_only_recipe(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text("from sympow.recipes.demo import power as _power\n\ndef run():\n    return _power()\n")
+    assert load_recipe(str(file)) == load_recipe("demo:power")
+    with pytest.raises(ValueError, match=r"^demo holds several recipes: name one of demo:power, demo:softmax$"):
+        load_recipe("demo")
 
 
 @pytest.mark.parametrize("place", ["demo", "longcrawl64", "scaling"])

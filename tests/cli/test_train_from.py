@@ -96,6 +96,10 @@ def test_errors_are_one_line(fails, tmp_path):
     assert fails("train", "--from", "power", *OTHER, "--out", "./power") == (
         "the run cannot be written into power, from which it begins: give another folder (--out)"
     )
+    line = fails("train", "--from", "power", "start=older", "--out", "tuned")
+    assert line == "--from sets start already: leave start=older out"
+    line = fails("train", "--from", "power", *OTHER, "data.tokenizer=bpe", "--out", "words")
+    assert line == "power reads text by its own tokenizer, bytes: leave data.tokenizer=bpe out"
     line = fails(
         "train", "--from", "power", "data.tokenizer=bytes", "data.vocab_size=256", "model.d_model=32", "--out", "wide"
     )

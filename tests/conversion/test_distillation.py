@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
 from sympow.conversion.distillation import hides_nothing, narrow_windows
-from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
+from sympow.data import Batches, BPETokenizer, ByteTokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import (
     DistillationConfig,
@@ -446,6 +446,27 @@ def to_distill(folders, teacher="teacher", **data):
     stages = dataclasses.replace(run.distillation, layer_steps=1, text_steps=1)
     data = DataConfig(**{"kind": "text", "path": f"{folders}/text", "held_out": 0.5, "pack": True} | data)
     return dataclasses.replace(run, training=training, distillation=stages, data=data)
+
+
+@pytest.mark.parametrize(
+    ("field", "sets"),
+    [
+        ("distillation.teacher=other", "--teacher sets distillation.teacher"),
+        ("distillation.start=other", "DIR sets distillation.start"),
+        ("distillation=none", "the command sets distillation"),
+    ],
+)
+def test_a_field_does_not_replace_what_the_command_names(folders, tmp_path, fails, field, sets):
+    words = ["distill", f"{folders}/student", "--teacher", f"{folders}/teacher", "--out", tmp_path / "out"]
+    assert fails(*words, field) == f"{sets} already: leave {field} out"
+
+
+def test_a_model_that_reads_bytes_gets_no_tokenizer(folders, tmp_path, fails):
+    shutil.copytree(folders / "student", tmp_path / "student")
+    ByteTokenizer().save(tmp_path / "student" / "tokenizer.json")
+    words = ["distill", tmp_path / "student", "--teacher", folders / "teacher", "--out", tmp_path / "out"]
+    line = f"{tmp_path}/student reads text by its own tokenizer, bytes: leave data.tokenizer=bpe out"
+    assert fails(*words, f"data.path={folders}/text", "data.kind=text", "data.tokenizer=bpe") == line
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

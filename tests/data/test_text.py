@@ -17,7 +17,7 @@ from sympow.data.text import (
     tokenize_documents,
     train_bpe,
 )
-from sympow.files import atomic_write, default_cache_dir, write_text
+from sympow.files import atomic_write, default_cache_dir, naming, write_text
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -240,6 +240,14 @@ def test_a_full_disk_is_told_with_the_file_that_does_not_fit(tmp_path):
         with pytest.raises(OSError) as caught, atomic_write(tmp_path / "file"):
             raise OSError(number, os.strerror(number))
         assert (caught.value.errno, caught.value.filename) == (number, name)
+
+
+def test_an_error_of_a_file_that_is_read_names_the_innermost_file():
+    with pytest.raises(OSError) as caught, naming("outer", reading=True), naming("inner", reading=True):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert caught.value.filename == "inner"
+    with pytest.raises(OSError, match=r"^a whole message$"), naming("file", reading=True):
+        raise OSError("a whole message")
 
 
 def test_two_writers_of_a_file_do_not_meet(tmp_path):

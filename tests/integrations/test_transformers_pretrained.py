@@ -210,7 +210,7 @@ def rewritten(folder, **changes):
         ({"mlp_bias": True}, "has mlp_bias = True; the llama body has False"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "has a scaled rotation of the type 'dynamic'; sympow reads default, linear, llama3, yarn",
+            r"rotation of the type 'dynamic' \(rope_type in its config\); sympow reads default, linear, llama3, yarn",
         ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
@@ -234,6 +234,11 @@ def rewritten(folder, **changes):
         ({"rms_norm_eps": -1.0}, "has rms_norm_eps = -1.0; expected a number between 0 and 1"),
         ({"tie_word_embeddings": "yes"}, "has tie_word_embeddings = 'yes'; expected true or false"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "has rope_theta = 'x'"),
+        ({"rope_parameters": {"rope_type": ""}}, r"of the type '' \(rope_type in its config\); sympow reads default"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": ""}}},
+            "of its own for layers of full_attention; expected",
+        ),
         ({"model_type": "granite", "residual_multiplier": 0}, "has residual_multiplier = 0; expected a pos"),
         ({"model_type": "mistral", "sliding_window": 0}, "has sliding_window = 0; expected an integer of at least 1"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2, 1]}, "has no_rope_layers = "),

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from sympow.layers import LinearAttention, SoftmaxAttention, WindowAttention, flex_window, softmax, window
+from sympow.layers import (
+    HybridHeads,
+    LinearAttention,
+    PowerAttention,
+    SoftmaxAttention,
+    WindowAttention,
+    flex_window,
+    softmax,
+    window,
+)
 from sympow.layers.cache import KVCache, WindowCache, capacity
 from sympow.layers.flex_window import flex_attend_in_window
 from sympow.layers.softmax import attend_to_past
@@ -247,3 +256,16 @@ def test_weights_beyond_memory_are_refused_before_anything_is_made(options):
         ValueError, match=r"a layer with d_model=64, .*1,000,000,000.* needs .* of memory; this machine"
     ):
         SoftmaxAttention(64, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "what"),
+    [
+        (PowerAttention(128, 2, p=10), 1, "PowerAttention for 1 sequence"),
+        (LinearAttention(32, 2), 10**12, "LinearAttention for 1,000,000,000,000 sequences"),
+        (HybridHeads(32, 2, window=8, mixer="linear"), 10**12, "WindowAttention for 1,000,000,000,000 sequences"),
+    ],
+)
+def test_a_state_beyond_memory_is_refused_before_it_is_made(layer, batch, what):
+    with pytest.raises(ValueError, match=rf"^a state of {what} needs .* of memory; this machine has"):
+        layer.init_state(batch)

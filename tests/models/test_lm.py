@@ -214,14 +214,32 @@ def test_weights_save_and_load(tmp_path):
         (torch.zeros(3, dtype=torch.int64), ValueError, r"tokens must be \[B, T >= 1\]; got \[3\]"),
         (torch.zeros(3, 0, dtype=torch.int64), ValueError, r"tokens must be \[B, T >= 1\]; got \[3, 0\]"),
         (torch.zeros(2, 3, dtype=torch.int64, device="meta"), ValueError, "device of the weights, cpu; got meta"),
+        (torch.zeros(2, 3, dtype=torch.int64).numpy(), TypeError, "tokens must be a torch.Tensor; got ndarray"),
+        ([[1]], TypeError, "tokens must be a torch.Tensor; got list"),
+        (None, TypeError, "tokens must be a torch.Tensor; got NoneType"),
     ],
 )
 def test_bad_tokens_are_refused(bad, error, message):
     built = model()
     with pytest.raises(error, match=message):
         built(bad)
-    with pytest.raises(error, match=message):
-        built.step(bad, built.init_state(2))
+    for step in (built.step, built.try_step):
+        with pytest.raises(error, match=message):
+            step(bad, built.init_state(2))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (1.5, TypeError, "batch_size must be an integer; got 1.5"),
+        (True, TypeError, "batch_size must be an integer; got True"),
+        (None, TypeError, "batch_size must be an integer; got None"),
+        (-1, ValueError, "batch_size must be at least 0; got -1"),
+    ],
+)
+def test_a_state_of_no_number_of_sequences_is_refused(bad, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        model().init_state(bad)
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -247,6 +265,9 @@ def test_bad_targets_are_refused(targets, message):
     for method in (model().token_losses, model().loss_sum, model().check_tokens):
         with pytest.raises(ValueError, match=message):
             method(tokens(), targets)
+        for given, name in (((tokens().tolist(), targets), "tokens"), ((tokens(), targets.tolist()), "targets")):
+            with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor; got list$"):
+                method(*given)
 
 
 def test_tokens_are_checked_while_something_is_compiled():

@@ -174,6 +174,14 @@ def test_only_a_part_of_what_was_tried_can_be_kept():
     _, after = built.try_step(prompt(3), built.init_state(1))
     with pytest.raises(ValueError, match="of 3 tokens that were tried 0 to all can be kept; got 4"):
         after(4)
+    for bad, error, reason in ((1.5, TypeError, "an integer"), (True, TypeError, "an integer"), (-1, ValueError, "at")):
+        with pytest.raises(error, match=f"^the number of tokens that are kept must be {reason}.*; got {bad}$"):
+            after(bad)
+
+
+def test_what_is_tried_has_no_gradients():
+    built = model()
+    assert not built.try_step(prompt(3), built.init_state(1))[0].requires_grad
 
 
 def test_what_does_not_fit_is_refused():

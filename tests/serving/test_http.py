@@ -543,21 +543,24 @@ def test_a_large_or_slow_body_is_refused(engine):
     answer = asyncio.run(call(app, "POST", COMPLETIONS, b" " * (limits.body_bytes + 1)))
     assert answer.status == 413 and "at most 1,048,736 bytes" in answer.json["error"]["message"]
 
-    async def slowly() -> int:
+    async def sent(app, seconds: float, chunk: bytes) -> int:
+        """The status of an answer to a body without an end, a chunk at a time."""
         statuses = []
 
         async def send(message):
             statuses.append(message.get("status"))
 
         async def receive():
-            await asyncio.sleep(0.02)
-            return {"type": "http.request", "body": b" ", "more_body": True}
+            await asyncio.sleep(seconds)
+            return {"type": "http.request", "body": chunk, "more_body": True}
 
         scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "root_path": ""}
         await app(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send)
         return statuses[0]
 
-    assert asyncio.run(slowly()) == 408
+    assert asyncio.run(sent(app, 0.02, b" ")) == 408
+    patient = make_app(Service(engine, TOKENIZER, "small", limits=Limits(prompt_tokens=10, body_seconds=600.0)))
+    assert asyncio.run(sent(patient, 0.0, b" " * (1 << 22))) == 413
 
 
 def test_keys(engine):

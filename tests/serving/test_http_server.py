@@ -10,6 +10,8 @@ import sys
 import threading
 from http.client import HTTPConnection
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -152,6 +154,16 @@ def test_other_hosts_and_types_are_refused_on_the_loopback_device(server):
     for kind, status in (("application/json", 200), ("text/plain", 415)):
         headers = {"Content-Type": kind}
         assert send(port, "POST", COMPLETIONS, valid(COMPLETIONS, "tiny"), **headers)[0] == status
+
+
+def test_a_client_that_sends_too_much_reads_why(server):
+    """It sends the whole body before it reads. A connection that is closed meanwhile gives it an error instead."""
+    _, port = server
+    request = Request(f"http://127.0.0.1:{port}{COMPLETIONS}", b" " * (40 << 20), headers_with(KEY))
+    with pytest.raises(HTTPError) as answer:
+        urlopen(request, timeout=60)
+    with answer.value:
+        assert answer.value.code == 413 and json.load(answer.value)["error"]["code"] == "too_large"
 
 
 def test_bytes_that_are_no_http(server):

@@ -34,7 +34,7 @@ from sympow.data.tokens import (
     load_tokenizer,
     tokenizers_library,
 )
-from sympow.files import digest, parsed_json, sync, write_text
+from sympow.files import digest, naming, parsed_json, sync, write_text
 from sympow.locks import locked
 
 ROW_TOKENS = 65_536
@@ -54,6 +54,7 @@ def write_corpus(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     kept: Collection[str] = (),
+    texts: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Writes a corpus into the folder `out`, or continues an interrupted one. A finished corpus is not changed.
 
@@ -68,10 +69,12 @@ def write_corpus(
         vocab_size: the size of the BPE that is trained on the training documents, 256 to 65,536.
         tokenizer: used instead of a trained BPE.
         kept: names of the source's own files in the folder that belong to the finished corpus.
+        texts: the folder whose files the source reads, which would read a corpus within it, too; None: there is none.
 
     Returns the content of `corpus.json`. Raises ValueError for options out of range, for a corpus in `out` that was
-    started with other options, and for a source that gives no row; FileExistsError if `out` contains something else;
-    RuntimeError if another process makes the corpus; ImportError naming the missing extra.
+    started with other options, for an `out` within `texts`, and for a source that gives no row; FileExistsError if
+    `out` contains something else; RuntimeError if another process makes the corpus; ImportError naming the missing
+    extra.
     """
     out = Path(out)
     if not 256 <= vocab_size <= _LARGEST_VOCABULARY:
@@ -82,6 +85,8 @@ def write_corpus(
         raise ValueError(f"row_tokens must be positive, got {row_tokens}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         return _finished(out, settings)
+    if texts is not None and out.resolve().is_relative_to(Path(texts).resolve()):
+        raise ValueError(f"{out} is in {texts}, the texts of the corpus: give a folder outside")
     _check_packages(tokenizer)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
@@ -92,7 +97,7 @@ def write_corpus(
         _check_room(documents, row_tokens, tokenizer)
         _begin(partial, settings)
         tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
-        with _Writer(partial, documents, row_tokens, tokenizer) as writer:
+        with naming(partial), _Writer(partial, documents, row_tokens, tokenizer) as writer:
             for document, text in source.texts(documents, writer.finished):
                 if isinstance(text, str):
                     text = encode_document(tokenizer, document.name, text)

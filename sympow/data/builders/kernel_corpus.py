@@ -66,7 +66,7 @@ def build_kernel_corpus(
             return _Tree(fetch_package(PACKAGE, partial / "package"), row_tokens, progress)
 
     settings = {"version": _VERSION, "vocab_size": vocab_size, "row_tokens": row_tokens}
-    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size)
+    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, texts=source)
 
 
 def plan_documents(sizes: dict[str, int], smallest: int) -> list[SourceDocument]:

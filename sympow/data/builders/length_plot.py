@@ -9,6 +9,7 @@ import numpy as np
 
 from sympow.data.builders.corpus_folder import Entry, read_entries, read_summary
 from sympow.data.builders.sources import SPLITS
+from sympow.files import naming
 
 _COLOURS = {"train": "#0072B2", "heldout": "#E69F00"}  # of Okabe and Ito's palette
 _NAMES = {"train": "training", "heldout": "held out"}
@@ -70,7 +71,8 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
     mass.set_xlabel("length of a document before cutting (tokens)")
     kept = sum(entry.rows for entry in entries) * row / sum(entry.tokens for entry in entries)
     count.set_title(f"Documents by length; {kept:.0%} of their tokens fill whole rows")
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)
 
 
 def bin_edges(lengths: np.ndarray, row: int) -> np.ndarray:

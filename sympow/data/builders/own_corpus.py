@@ -61,7 +61,9 @@ def build_corpus(
     def open_source(_: Path) -> Texts:
         return Texts(texts, group, suffixes, text_field, progress, remark or (lambda line: None))
 
-    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, tokenizer=tokenizer)
+    return write_corpus(
+        out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, tokenizer=tokenizer, texts=texts
+    )
 
 
 class Texts:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +65,7 @@ def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int 
     if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
         model.generation_config.eos_token_id = sorted(ends)
     try:
-        with naming(out):
+        with naming(out), nullcontext() if sys.stderr.isatty() else without_bars():
             model.save_pretrained(folder, max_shard_size=max_shard_size)
     except SafetensorError as error:
         raise OSError(f"cannot write {out}: {error}") from error

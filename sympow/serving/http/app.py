@@ -27,6 +27,9 @@ from sympow.serving.requests import Output, Request, Usage
 
 _ALIVE_EVERY = 15.0  # seconds without an event, after which a comment shows that the stream is still open
 _DEFAULT_NEW = 16  # tokens of a completion that names no number, as OpenAI's
+# Bytes of a body behind its limit that are read and dropped. Many clients send the whole body before they read an
+# answer, and an answer before that closes the connection.
+_DROPPED = 1 << 26
 _JSON = re.compile(r'application/json *(; *charset="?utf-?8"?)? *;?', re.IGNORECASE)
 _ENDING = ApiError(503, "the server is shutting down", code="shutting_down")
 _REFUSALS = {"timeout": 504, "cancelled": 503, "error": 500}
@@ -135,15 +138,19 @@ class _Routes:
         if not _JSON.fullmatch(sent.strip()):
             shown = sent[:200].encode("ascii", "backslashreplace").decode() or "none"
             raise ApiError(415, f"expected the header Content-Type: application/json, got {shown}", code="content_type")
-        limits, content = self._service.limits, bytearray()
+        limits, content, size = self._service.limits, bytearray(), 0
         try:
             async with asyncio.timeout(limits.body_seconds):
                 async for chunk in request.stream():
-                    content += chunk
-                    if len(content) > limits.body_bytes:
-                        raise ApiError(413, f"a request has at most {limits.body_bytes:,} bytes", code="too_large")
+                    size += len(chunk)
+                    if size <= limits.body_bytes:
+                        content += chunk
+                    elif size > limits.body_bytes + _DROPPED:
+                        break
         except TimeoutError:
             raise ApiError(408, f"the request took longer than {limits.body_seconds:g} s to send") from None
+        if size > limits.body_bytes:
+            raise ApiError(413, f"a request has at most {limits.body_bytes:,} bytes", code="too_large")
         body = await asyncio.to_thread(parsed, schema, bytes(content))
         self._service.check_model(body.model)
         return body

@@ -9,9 +9,10 @@ import pytest
 import zarr
 
 from sympow.cli import main
-from sympow.data import BPETokenizer, DataConfig, build_corpus, load_tokenizer, open_corpus
+from sympow.data import BPETokenizer, DataConfig, build_corpus, build_kernel_corpus, load_tokenizer, open_corpus
 from sympow.data.builders.corpus_folder import read_entries
 from sympow.data.tokens import ByteTokenizer
+from sympow.recall.needle_corpus import build_needle_corpus
 from tests.data.builders.killed import killed_builds
 from tests.data.builders.trees import contents
 
@@ -75,6 +76,22 @@ def test_texts_that_fill_no_row(tmp_path, source):
         line = f"^row_tokens is {written}: the source gives no row of so many tokens for train.zarr$"
         with pytest.raises(ValueError, match=line):
             build_corpus(tmp_path / "out", source, **BYTES, row_tokens=size)
+
+
+def test_a_corpus_within_its_texts_is_refused(tmp_path, source):
+    """Another build would read its files. A folder beside the texts may have a name that begins as theirs."""
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    for out in (source / "sub", source / "a" / ".." / "sub", link / "sub"):
+        for build in (
+            lambda out: build_corpus(out, source, **OPTIONS),
+            lambda out: build_needle_corpus(out, source, BPETokenizer.train(texts(), 300), rows=20, row_tokens=512),
+            lambda out: build_kernel_corpus(out, source, **OPTIONS),
+        ):
+            with pytest.raises(ValueError, match=r"^.*sub is in .*, the texts of the corpus: give a folder outside$"):
+                build(out)
+    assert all(path.is_file() for path in source.iterdir())
+    build_corpus(source.with_name("texts-corpus"), source, **OPTIONS)
 
 
 def test_a_name_twice_is_refused(tmp_path):

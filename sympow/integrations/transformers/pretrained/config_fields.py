@@ -112,12 +112,15 @@ def _check_rope(rope: Any, name: str, partial: bool = True) -> None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in SCALINGS:
         known = ", ".join(SCALINGS)
-        raise ValueError(f"{name} has a scaled rotation of the type {kind!r}; sympow reads {known}")
+        raise ValueError(f"{name} has a scaled rotation of the type {kind!r} (rope_type in its config); "
+                         f"sympow reads {known}")  # fmt: skip
     share = rope.get("partial_rotary_factor", 1.0)
     if not isinstance(share, int | float) or not 0 < share <= 1 or (share != 1 and not partial):
         raise ValueError(f"{name} rotates a part of the channels only, {share!r} of them")
     _check_base(rope.get("rope_theta"), name)
     for field, value in rope.items():
+        if isinstance(value, Mapping):
+            raise ValueError(f"{name} has a rotation of its own for layers of {field}; expected one for all layers")
         if isinstance(value, int | float) and abs(value) >= _BOUND:
             raise ValueError(f"{name} has a rotation with {field} = {value!r:.60}; expected a number below 2**63")
 
