@@ -111,6 +111,7 @@ def add(command: AddCommand) -> None:
                        help="Fill sequences with random tokens, or with one token (default: random).")  # fmt: skip
     add_number(probe, "--queries", "Ask for N values for every P.", 2048)
     add_number(probe, "--seed", "Draw the sequences from this seed.", 0, type=natural)
+    add_path(probe, "--csv", "FILE", "Write the results into this file.")
     probe.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(probe)
     probe.set_defaults(execute=run_recall_probe, rest="runs")
@@ -233,12 +234,18 @@ def run_ar_hits(options: argparse.Namespace) -> None:
 
 def run_recall_probe(options: argparse.Namespace) -> None:
     """Runs `sympow recall-probe`."""
-    from sympow.cli.recall_tables import probe_runs
+    from sympow.cli.recall_tables import ProbeRow, probe_runs, probe_table
+    from sympow.cli.result_files import check_table
     from sympow.cli.scored_models import load_scored
+    from sympow.evaluation.passkey import write_table
     from sympow.training.devices import resolve_device
 
+    check_table(options.csv, ProbeRow._fields)
     models = load_scored(options.runs, resolve_device(options.device))
-    print(probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler))
+    rows = probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler)
+    print(probe_table(rows))
+    if options.csv:
+        write_table(options.csv, ProbeRow._fields, rows)
 
 
 def run_passkey(options: argparse.Namespace) -> int | None:

@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -168,6 +169,24 @@ def measure(
     return MeasuredHits(models, losses, held_out, chosen, counts, splits.tokenizer)
 
 
+class ProbeRow(NamedTuple):
+    """Tells how well a model named the values of keys in passages of `length` tokens with `pairs` pairs.
+
+    filler: the kind of filler; queries: the number of values asked for; asked_loss, asked_accuracy: of these values;
+    filler_loss, filler_accuracy: of filler, NaN where there is none.
+    """
+
+    model: str
+    pairs: int
+    length: int
+    filler: str
+    queries: int
+    asked_loss: float
+    asked_accuracy: float
+    filler_loss: float
+    filler_accuracy: float
+
+
 def probe_runs(
     models: Mapping[str, Scored],
     pairs: Sequence[int] | None,
@@ -175,29 +194,38 @@ def probe_runs(
     seed: int,
     length: int | None = None,
     filler: str = "random",
-) -> str:
-    """Returns the table of `sympow recall-probe`. `pairs` None means those of PAIRS that fit the vocabularies."""
+) -> list[ProbeRow]:
+    """Measures `sympow recall-probe`. `pairs` None means those of PAIRS that fit the vocabularies."""
     least = min(each.vocab_size for each in models.values())
     if pairs is None:
         pairs = [count for count in PAIRS if fitting(count, least, length=length, filler=filler)]
     if not pairs:
         room = "" if length is None else f" in {length} tokens"
         raise ValueError(f"a vocabulary of {least} tokens holds no passage of {PAIRS[0]} pairs{room}")
-    width = max(5, *(len(label) for label in models))
-    lines = [
-        f"{'':{width}}  {'':>5} {'':>7}{'asked':>18}{'filler':>18}{'guessing':>10}",
-        f"{'run':{width}}  {'pairs':>5} {'tokens':>7}{'loss':>9}{'right':>9}{'loss':>9}{'right':>9}{'right':>10}",
-    ]
+    rows = []
     for label, each in models.items():
         for count in pairs:
             found: Probed = probe(
                 each.model, each.vocab_size, count, queries=queries, seed=seed, length=length, filler=filler
             )
-            scores = "".join(
-                f"{score.loss:>9.3f}{score.accuracy:>9.1%}" if score.tokens else f"{'none':>9}{'none':>9}"
-                for score in (found.asked, found.filler)
-            )
-            lines.append(f"{label:{width}}  {count:>5} {found.length:>7,}{scores}{1 / count:>10.1%}")
+            scores = (x for score in (found.asked, found.filler) for x in (score.loss, score.accuracy))
+            rows.append(ProbeRow(label, count, found.length, filler, found.asked.tokens, *scores))
+    return rows
+
+
+def probe_table(rows: Sequence[ProbeRow]) -> str:
+    """Returns the table of `sympow recall-probe`."""
+    width = max(5, *(len(row.model) for row in rows))
+    lines = [
+        f"{'':{width}}  {'':>5} {'':>7}{'asked':>18}{'filler':>18}{'guessing':>10}",
+        f"{'run':{width}}  {'pairs':>5} {'tokens':>7}{'loss':>9}{'right':>9}{'loss':>9}{'right':>9}{'right':>10}",
+    ]
+    for row in rows:
+        scores = "".join(
+            f"{loss:>9.3f}{accuracy:>9.1%}" if not math.isnan(loss) else f"{'none':>9}{'none':>9}"
+            for loss, accuracy in ((row.asked_loss, row.asked_accuracy), (row.filler_loss, row.filler_accuracy))
+        )
+        lines.append(f"{row.model:{width}}  {row.pairs:>5} {row.length:>7,}{scores}{1 / row.pairs:>10.1%}")
     return "\n".join(lines)
 
 

@@ -109,9 +109,17 @@ def test_recall_probe_of_one_length(folder, capsys):
     assert "holds no passage of 16 pairs in 60 tokens" in capsys.readouterr().err
 
 
-def test_recall_probe(folder, capsys):
-    assert main(["recall-probe", f"{folder}/power", f"{folder}/softmax", "--queries", "64"]) == 0
+def test_recall_probe(folder, capsys, tmp_path):
+    table = tmp_path / "probe.csv"
+    words = [f"{folder}/power", f"{folder}/softmax", "--queries", "64", "--csv", str(table)]
+    assert main(["recall-probe", *words]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    with table.open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert [(row["model"], row["pairs"], row["length"], f"{float(row['asked_loss']):.3f}") for row in kept] == [
+        tuple(row[:4]) for row in rows
+    ]
+    assert {row["queries"] for row in kept} == {"64"} and {row["filler"] for row in kept} == {"random"}
     assert [row[:3] for row in rows] == [
         [run, str(pairs), str(8 * pairs)] for run in ("power", "softmax") for pairs in (16, 32, 64)
     ]
