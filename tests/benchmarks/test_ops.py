@@ -99,5 +99,7 @@ def test_the_readme_quotes_the_committed_times():
     times = [f"{1 / rows[width, 4096]:.1f}" for width in (64, 128)]
     assert f"At 4,096 tokens they take {times[0]} and {times[1]} times its time" in texts[0]
     assert f"{times[1]} times its time at 4,096 tokens" in texts[1] and rows[64, 1024] > 1
-    step = next(row for row in read(tables.RESULTS / "decoding_h200.csv") if (row["B"], row["K"]) == (1, 64))
-    assert 9.5 <= step["ratio"] < 11 and "on an H100, a tenth of cuDNN's over 65,536" in texts[0]
+    steps = {row["K"]: row["ratio"] for row in read(tables.RESULTS / "decoding_h200.csv")
+             if (row["B"], row["state_dtype"]) == (1, "float32")}  # fmt: skip
+    assert 9.5 <= steps[64] < 11 and 4.8 <= steps[128] < 5.2
+    assert "on an H100, a tenth and a fifth of cuDNN's time over 65,536 tokens" in texts[0]
