@@ -1,6 +1,8 @@
 """The recall probe: passages as they are described, and scores of models whose answers are known."""
 
+import csv
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from sympow.recall.probe import LENGTH, fitting, passages, probe
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 101
 
 
@@ -88,3 +91,19 @@ def test_too_many_pairs_for_the_vocabulary():
     assert fitting(16, VOCAB) and not fitting(256, VOCAB)
     with pytest.raises(ValueError, match="vocab_size is too small"):
         probe(Recalls(), VOCAB, 256)
+
+
+def test_the_guide_quotes_the_rows_of_the_demo():
+    with (ROOT / "benchmarks" / "results" / "recall_probe_demo.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = " ".join((ROOT / "docs" / "guides" / "ar-hits.md").read_text(encoding="utf-8").split())
+
+    def span(model: str, column: str, form: str) -> str:
+        found = [float(row[column]) for row in rows if row["model"] == model]
+        return f"{min(found):{form}} to {max(found):{form}}"
+
+    right = [span(f"demo-{name}", "asked_accuracy", ".1%").replace("% to", " to") for name in ("power", "softmax")]
+    words = "power attention answers {} at every P from 16 to 256, and softmax attention {}."
+    assert words.format(*right) in text
+    values, filler = (span("demo-power", f"{part}_loss", ".2f") for part in ("asked", "filler"))
+    assert f"({values} nats with power attention) are nearly those on filler ({filler})" in text
