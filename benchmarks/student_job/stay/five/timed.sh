@@ -1,0 +1,3 @@
+. /tmp/gpu/env.sh
+nvidia-smi --query-gpu=name --format=csv,noheader > $O/gpus.txt
+touch /tmp/timed_done
