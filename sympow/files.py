@@ -101,6 +101,18 @@ def remove_leftovers(folder: Path) -> None:
                 path.unlink()
 
 
+def read_utf8(path: str | os.PathLike[str]) -> str:
+    """Returns the text of a file with its line ends, as training reads texts.
+
+    Raises OSError naming the file, and ValueError if it is not UTF-8.
+    """
+    try:
+        with naming(path, reading=True):
+            return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is not UTF-8 text: {error.reason}") from None
+
+
 @contextmanager
 def naming(path: str | os.PathLike[str], reading: bool = False) -> Iterator[None]:
     """Adds the name of a file to an error in the block that names none, and that the file may have caused.

@@ -130,8 +130,8 @@ def claim_1(rows: Sequence[Row], name: str = BASE) -> str:
         above = [(w, n) for (w, n), found in sorted(own.items()) if found > 1 / pairs[n] + NOISE]
         if any(need.values()) and len(widths) == 1:
             reached, missed = ([str(n) for n, w in need.items() if (w is None) == none] for none in (False, True))
-            but = f", and not at N {', '.join(missed)}" if missed else ""
-            said.append(f"{label} has one width, d {widths[0]}, and reaches {RECALLED:.0%} at N "
+            but = f", not at N {', '.join(missed)}" if missed else ""
+            said.append(f"{label} was tried at d {widths[0]} alone: it reaches {RECALLED:.0%} at N "
                         f"{', '.join(reached)}{but}.")  # fmt: skip
         elif any(need.values()):
             needs = ", ".join(f"d {w} at N {n}" if w else f"more than d {widths[-1]} at N {n}" for n, w in need.items())

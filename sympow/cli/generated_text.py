@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 
 from sympow.cli.result_files import standard_input
 from sympow.cli.run_checks import check_tokenizers, text_tokenizer
 from sympow.data import StreamDecoder, encode_text
-from sympow.files import naming
+from sympow.files import read_utf8
 from sympow.models import Context, Drafts, ModelDrafts, stream
 from sympow.models.generation import StreamOptions
 from sympow.ops.cost import format_bytes
@@ -81,11 +80,7 @@ def text_of(file: str) -> str:
     if file == "-":
         with standard_input() as text:
             return text.read()
-    try:
-        with naming(file, reading=True):
-            return Path(file).read_bytes().decode("utf-8")  # with its line ends, as training reads texts
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {file} is not UTF-8 text: {error.reason}") from None
+    return read_utf8(file)
 
 
 def argument_text(text: str, option: str) -> str:

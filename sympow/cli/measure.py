@@ -272,7 +272,7 @@ def run_needles(options: argparse.Namespace) -> int | None:
     from sympow.cli.result_files import check_table
     from sympow.evaluation.needles import NeedleRow, needle_recall, write_needles
     from sympow.evaluation.passkey import FILLER
-    from sympow.files import naming
+    from sympow.files import read_utf8
 
     check_table(options.csv, NeedleRow._fields)
     made = {name: getattr(options, name) for name in ("values", "texts", "seed", "quiet")}
@@ -281,14 +281,7 @@ def run_needles(options: argparse.Namespace) -> int | None:
         if given is not None and task not in options.task:
             raise ValueError(f"--{name} is of the task {task}; got --task {' '.join(options.task)}")
         made |= {} if given is None else {name: given}
-    text = FILLER
-    if options.text is not None:
-        try:
-            with naming(options.text, reading=True):
-                text = Path(options.text).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{options.text} is not UTF-8 text: {error.reason}") from None
-    made |= {"tasks": options.task, "text": text}
+    made |= {"tasks": options.task, "text": FILLER if options.text is None else read_utf8(options.text)}
 
     def said(row: NeedleRow) -> str:
         where = f"{row.context:,} tokens, depth {row.depth:.0%}, {row.distance:,.0f} tokens before the answer"

@@ -222,7 +222,7 @@ def probe_table(rows: Sequence[ProbeRow]) -> str:
     ]
     for row in rows:
         scores = "".join(
-            f"{loss:>9.3f}{accuracy:>9.1%}" if not math.isnan(loss) else f"{'none':>9}{'none':>9}"
+            f"{'none':>9}{'none':>9}" if math.isnan(accuracy) else f"{loss:>9.3f}{accuracy:>9.1%}"
             for loss, accuracy in ((row.asked_loss, row.asked_accuracy), (row.filler_loss, row.filler_accuracy))
         )
         lines.append(f"{row.model:{width}}  {row.pairs:>5} {row.length:>7,}{scores}{1 / row.pairs:>10.1%}")

@@ -177,7 +177,8 @@ def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iter
     """
     rows = iter(rows)
     first = list(islice(rows, 1))
-    with naming(path), open(path, "w", newline="", encoding="utf-8", buffering=1) as file:  # a line is there at once
+    # Without more of a buffer than a line, so that each line is on the disk at once.
+    with naming(path), open(path, "w", newline="", encoding="utf-8", buffering=1) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(chain(first, rows))

@@ -250,7 +250,7 @@ def test_sentences_of_the_page_follow_from_the_rows():
     words = f"the window has {window:.3f} (three runs) and {far_window:.3f} nats, the delta rule {delta:.3f} and "
     assert f"{words}{far_delta:.3f} (one run each)" in TEXT and window > delta and far_window > far_delta
     (hybrid,), (gate,) = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
-    assert f"with {hybrid:.3f} nats; gated softmax attention has {gate:.3f} (one run each)" in TEXT
+    assert f"but has {hybrid:.3f} nats; gated softmax attention has {gate:.3f} (one run each)" in TEXT
     decoding = [evidence.speed(each, DOCUMENT, "decoding") for each in names[:2]]
     assert f"It decodes {decoding[0] / decoding[1]:.1f} times as fast" in TEXT
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))

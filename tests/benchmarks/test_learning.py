@@ -10,7 +10,7 @@ import pytest
 from benchmarks import learning
 from benchmarks.common import measure
 from benchmarks.common.measure import read
-from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES, SHORT
 from benchmarks.context_scaling.work import whole_matrices
 from benchmarks.pages import learning_tables
 from benchmarks.tables import ROOT
@@ -185,7 +185,8 @@ def test_mixers_in_the_body_of_rwkv7_are_compared_with_equal_norms_of_heads(tmp_
 def test_the_powers_as_published_are_compared_at_their_best_rates():
     rows = [row("softmax_plain", 2.0), row("softmax_plain", 2.5, rate=8e-3), row("published_p2", 3.0, rate=8e-3),
             row("published_p2", 1.0, seed=1), row("power", 1.0)]  # fmt: skip
-    lines = learning_tables.powers_table([each | {"context": 4096} for each in rows]).splitlines()
+    rows = [each | {"context": 4096, "tokens": SHORT} for each in rows]
+    lines = learning_tables.powers_table([*rows, rows[0] | {"held_out_loss": 1.0, "tokens": LONG}]).splitlines()
     assert lines[0] == "| model | rate 0.004 | rate 0.008 | lowest, times softmax |"
     assert lines[2:] == ["| softmax attention, without the block | 2.000 | 2.500 | 1.00 |",
                          "| p = 2, no gate |  | 3.000 | 1.50 |"]  # fmt: skip

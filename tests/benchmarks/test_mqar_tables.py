@@ -62,6 +62,12 @@ def test_an_unsolved_length_allows_no_verdict():
     assert "reproduced" not in claim_1(grid({"attention": (1.0, 0.98, 1.0, 1.0), "Hyena": (0.95, 0.1, 0.99, 0.92)}))
 
 
+def test_one_width_tells_nothing_of_the_width_that_a_row_needs():
+    rows = grid({"attention": SOLVED, "Hyena": (0.95, 0.1, 0.99, 0.92)})
+    said = claim_1([each for each in rows if each["width"] == 8])
+    assert "Hyena was tried at d 8 alone: it reaches 90% at N 64, not at N 256." in said and "more than" not in said
+
+
 def test_a_cell_tells_seeds_and_the_excess_over_guessing():
     rows = [row("attention", 8, 64, accuracy, seed) for seed, accuracy in enumerate((0.99, 1.0, 0.995))]
     table = convolutions_table(rows)
