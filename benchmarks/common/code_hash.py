@@ -96,14 +96,16 @@ def _is_code_at(at: str | None, part: Part, commit: str, code: str | None) -> bo
 
 
 def _same_versions(part: Part) -> list[str | None]:
-    """Returns None, for the present files, and the commits from which `benchmarks.same` leads to them."""
+    """Returns None, for the present files, and the commits that `benchmarks.same` calls equal to them."""
     found: list[str | None] = [None]
     if part.name != KERNELS or part.of_host:
         return found
     for at in found:  # grows while it is read
         for line in same_lines():
-            if line["base"] not in found and _is_code_at(at, part, line["commit"], line["code"]):
-                found.append(line["base"])
+            own, base = (line["commit"], line["code"]), (line["base"], line["base_code"])
+            for (commit, code), (other, _) in ((own, base), (base, own)):
+                if other not in found and _is_code_at(at, part, commit, code):
+                    found.append(other)
     return found
 
 
