@@ -77,7 +77,8 @@ def plot(result: dict, path: Path) -> None:
     axis.axvline(result["trained_context"], color="grey", linestyle=":", label="length of training rows")
     axis.axhline(result["best_loss"], color="grey", linestyle="--", label="all transitions known")
     axis.set(xscale="log", xlabel="position in the row, tokens", ylabel="loss, nats a token")
-    axis.set_title(f"{result['preset']}, power p = 2, one row of {result['length']:,} tokens; {result['processor']}")
+    about = f"{result['preset']}, power p = 2, one run, one row of {result['length']:,} tokens"
+    axis.set_title(f"{about}; {result['processor']}", fontsize=11)
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=130)

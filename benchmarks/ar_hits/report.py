@@ -52,6 +52,7 @@ LABELS = {
 }
 CLOSED = "control_base_conv", CONTROL  # the ends of the gap that hybrids close
 LEAST = 100  # tokens of a point of a curve
+BESIDE = 6  # models of a figure of curves beside the first; more are in another figure
 MISSING = "Not measured yet."
 _NO_ROWS: Tables = {"run": [], "slices": [], "curves": []}
 
@@ -81,10 +82,14 @@ def draw(corpora: Mapping[str, Tables], folder: Path) -> list[Path]:
     files = []
     for corpus, tables in corpora.items():
         folder.mkdir(parents=True, exist_ok=True)
-        figures = {"curves": curves} | ({"shares": shares_figure} if _behind(tables) else {})
-        for name, make in figures.items():
+        base, *others = _recipes(tables)
+        parts = [[base, *others[start : start + BESIDE]] for start in range(0, len(others), BESIDE)]
+        figures = {"curves" if n == 1 else f"curves-{n}": curves(tables, part) for n, part in enumerate(parts, 1)}
+        if _behind(tables):
+            figures["shares"] = shares_figure(tables)
+        for name, figure in figures.items():
             files.append(folder / f"{corpus}-{name}.png")
-            make(tables).savefig(files[-1])
+            figure.savefig(files[-1])
     return files
 
 
@@ -299,17 +304,17 @@ def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
     return dict(zip(("all", *PARTS), bootstrap_shares(*both), strict=True))
 
 
-def curves(tables: Tables) -> Any:
+def curves(tables: Tables, recipes: Sequence[str]) -> Any:
     """Draws loss against the count in training, of repeats and of what is new, and against the distance of AR hits."""
-    figure, axes = panels(4, (4, 3.8), dpi=130)
+    figure, axes = panels(4, (4, 3.6))
     titles = ("repeated in the row", "new in the row", "AR hits: loss", "AR hits: how many")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=10)
-    for n, recipe in enumerate(_recipes(tables)):
-        style = curve_style(n) | {"label": LABELS[recipe], "markersize": 4}
+    for n, recipe in enumerate(recipes):
+        style = curve_style(n) | {"label": LABELS[recipe], "markersize": 6 - n / 3}  # so that equal curves are seen
         for axis, part in zip(axes, ("repeated", "new", "distance"), strict=False):
             axis.plot(*_curve(tables, recipe, part, "loss"), **style)
-    axes[3].plot(*_curve(tables, _recipes(tables)[0], "distance", "rate"), "o", color="black", markersize=4)
+    axes[3].plot(*_curve(tables, recipes[0], "distance", "rate"), "o", color="black", markersize=4)
     bounds = [axis.get_ylim() for axis in axes[:2]]
     for axis in axes[:2]:
         axis.set_xscale("symlog", linthresh=1)
@@ -352,9 +357,9 @@ def _behind(tables: Tables) -> dict[str, dict[str, Share]]:
 
 def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
-    figure, axes = panels(1, (8, 4.2), dpi=130)
-    (axis,) = axes
     behind = _behind(tables)
+    figure, axes = panels(1, (8, 1.5 + 0.5 * len(behind)))
+    (axis,) = axes
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
         found = [each[part] for each in behind.values()]
         places = [place + (n - 1) * 0.26 for place in range(len(behind))]
@@ -367,8 +372,8 @@ def shares_figure(tables: Tables) -> Any:
     axis.invert_yaxis()
     axis.axvline(0, color="0.35", linewidth=1)
     base = LABELS[_base(tables, next(iter(behind)))]
-    axis.set_xlabel(f"what the tokens add to the gap to {base} (nats a token)")
-    figure.suptitle(_of_runs(tables), fontsize=10)
+    axis.set_xlabel("nats a token")
+    figure.suptitle(f"what the tokens add to the gap to {base}; {_of_runs(tables)}", fontsize=10)
     set_grid(axes)
     shared_legend(figure, axes)
     return figure

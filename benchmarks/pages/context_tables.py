@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from itertools import product
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,7 +20,7 @@ from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
 from benchmarks.pages.learning_tables import LABELS, best_rows
 from benchmarks.pages.prose import table
-from sympow.evaluation.plot import curve_style, panels, set_grid, shared_legend
+from sympow.evaluation.plot import curve_style, empty_figure, move, panels, set_grid, shared_legend, told_seeds
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -42,6 +42,7 @@ TREND = (SHORT, MIDDLE, LONG, BILLION)  # tokens of training
 FIVE = ("softmax_gate", "hybrid_heads_delta", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
+BESIDE = 3  # points between the marks of two models in the figure of the trend
 
 
 class Evidence:
@@ -210,12 +211,10 @@ def model_look(variant: str) -> dict[str, str]:
 
 def draw(evidence: Evidence) -> Any:
     """Returns the figure: the loss in whole documents against the bytes of a sequence, and the time of training."""
-    from matplotlib.figure import Figure
-
     tokens = evidence.far()
     if tokens is None:
         raise ValueError("there are no two models to draw")
-    figure = Figure(figsize=(7.6, 4), dpi=200, layout="constrained")
+    figure = empty_figure("figures", (7.6, 4))
     left, right = figure.subplots(1, 2, sharey=True)
     seeds = set()
     for variant, name in MODELS.items():
@@ -226,8 +225,6 @@ def draw(evidence: Evidence) -> Any:
             seeds.add(len(losses))
             look = model_look(variant) | {"linestyle": "none"}
             axis.plot([x] * len(losses), losses, **look, label=name if axis is left else None)
-    count = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
-    count = "one seed" if seeds == {1} else count
     left.set_xscale("log")
     left.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
     left.set_xlabel(f"MB of one sequence of {DOCUMENT:,} tokens")
@@ -235,25 +232,26 @@ def draw(evidence: Evidence) -> Any:
     right.set_xlabel("seconds of training on one H200, by the rate")
     for axis in (left, right):
         axis.margins(x=0.15, y=0.15)
-        axis.grid(True, color="0.9")
-        axis.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    title = f"17.8M weights, trained on {_millions(tokens)} tokens in rows of {TRAINED_AT:,}, {count}: a mark is a run"
-    figure.suptitle(title, fontsize=10)
+    set_grid((left, right))
+    shared_legend(figure, (left,))
+    about = f"17.8M weights, trained on {_millions(tokens)} tokens in rows of {TRAINED_AT:,}"
+    figure.suptitle(f"{about}, {told_seeds(seeds)}: a mark is a run", fontsize=10)
     return figure
 
 
 def draw_trend(evidence: Evidence) -> Any:
     """Returns the figure: the loss of each model, times that of gated softmax attention, against tokens of training."""
-    figure, (axis,) = panels(1, (6.4, 3.8), dpi=200)
-    for variant, name in MODELS.items():
-        pairs = [(tokens, ratio) for tokens in TREND
-                 for ratio in evidence.ratios(variant, TRAINED_AT, tokens)]  # fmt: skip
-        if pairs:
+    figure, (axis,) = panels(1, (7.6, 4.6))
+    seeds = set()
+    for place, (variant, name) in enumerate(MODELS.items()):
+        ratios = {tokens: found for tokens in TREND if (found := evidence.ratios(variant, TRAINED_AT, tokens))}
+        runs = [(tokens, ratio) for tokens, found in ratios.items() for ratio in found]
+        if runs:
+            seeds |= {len(found) for found in ratios.values()}
             look = model_look(variant)
-            axis.plot(*zip(*pairs, strict=True), **look, linestyle="none", markersize=4)
-            means = [(tokens, mean(ratio for at, ratio in pairs if at == tokens)) for tokens in {at for at, _ in pairs}]
-            axis.plot(*zip(*sorted(means), strict=True), **look, label=name)
+            drawn = axis.plot(*zip(*runs, strict=True), **look, linestyle="none", markersize=4)
+            drawn += axis.plot(list(ratios), [mean(found) for found in ratios.values()], **look, label=name)
+            move(axis, drawn, BESIDE * (place - (len(MODELS) - 1) / 2))
     axis.set_xscale("log")
     axis.set_xticks(TREND, [_millions(tokens) for tokens in TREND], minor=False)
     axis.set_xticks([], minor=True)
@@ -261,32 +259,30 @@ def draw_trend(evidence: Evidence) -> Any:
     axis.set_ylabel("loss, times that of gated softmax attention")
     set_grid([axis])
     shared_legend(figure, [axis])
-    axis.set_title(
-        f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon: small marks are runs, lines join means", fontsize=9
-    )
+    title = f"17.8M weights, {TRAINED_AT:,} tokens of context, Muon, {told_seeds(seeds)}"
+    figure.suptitle(f"{title}: small marks are runs, lines join means", fontsize=10)
     return figure
 
 
-def draw_conformal(evidence: Evidence) -> Any:
-    """Returns the figure of [CST], Figures 3 and 4: losses along training with and without gate and rotation."""
-    from matplotlib.figure import Figure
-
-    contexts, powers = (1024, 4096, 16_384), (2, 4)
-    figure = Figure(figsize=(7.6, 4.8), dpi=150, layout="constrained")
-    axes = list(figure.subplots(len(powers), len(contexts), sharex=True).flat)
-    for axis, (p, context) in zip(axes, product(powers, contexts), strict=True):
+def draw_conformal(evidence: Evidence, p: int) -> Any:
+    """Returns a figure of [CST], Figure 3 (p = 4) or 4 (p = 2): losses along training without and with a gate."""
+    contexts = (1024, 4096, 16_384)
+    figure = empty_figure("figures", (7.6, 3))
+    axes = figure.subplots(1, len(contexts))
+    for axis, context in zip(axes, contexts, strict=True):
         variants = {"softmax_plain": "softmax attention", f"published_p{p}": "power attention",
                     f"published_p{p}_gated": "with a gate",
                     f"conformal_p{p}": "with a gate and a learned rotation"}  # fmt: skip
         for place, (variant, label) in enumerate(variants.items()):
             curve = evidence.along(variant, context)
-            style = curve_style(place) | {"markersize": 4, "label": label if axis is axes[0] else None}
+            style = curve_style(place) | {"markersize": 4, "label": label}
             axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
-        axis.set_title(f"p = {p}, {context:,} tokens", fontsize=10)
-        axis.set_xlabel("million tokens of training" if p == powers[-1] else "")
-        axis.set_ylabel("loss, nats" if context == contexts[0] else "")
+        axis.set_title(f"{context:,} tokens", fontsize=10)
+        axis.set_xlabel("million tokens of training")
+    axes[0].set_ylabel("loss, nats")
+    figure.suptitle(f"p = {p}, one run each", fontsize=10)
     set_grid(axes)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    shared_legend(figure, axes)
     return figure
 
 
@@ -346,7 +342,8 @@ FOLDER = "context_scaling"
 # In the folders of the pages.
 FIGURES = {
     "context-scaling/choice.png": draw,
-    "context-scaling/conformal.png": draw_conformal,
+    "context-scaling/conformal_p4.png": partial(draw_conformal, p=4),
+    "context-scaling/conformal_p2.png": partial(draw_conformal, p=2),
     "learning/trend.png": draw_trend,
 }
 

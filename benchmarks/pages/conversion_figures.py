@@ -7,10 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from sympow.evaluation.passkey import PasskeyRow, plot_passkeys
-from sympow.evaluation.plot import curve_style
+from sympow.evaluation.plot import curve_style, empty_figure, set_grid, shared_legend
 
 Row = dict[str, Any]
 HEIGHT = (2.05, 2.6)  # nats
@@ -35,10 +33,10 @@ def _depths(rows: Sequence[Row]) -> list[PasskeyRow]:
     return [row for row in found if row.model in last and row.context in lengths]
 
 
-def _gap(rows: Sequence[Row]) -> Figure:
+def _gap(rows: Sequence[Row]) -> Any:
     """Draws the held-out gap of each student against the tokens read, in phase A and after each phase."""
-    figure = Figure(figsize=(8, 4.6), dpi=150, layout="constrained")
-    during, after = figure.subplots(1, 2)
+    figure = empty_figure("figures", (8, 7))
+    during, after = figure.subplots(2)
     stages = [row for row in rows if row["kind"] == "stage"]
     losses = {row["run"]: row["converted"] - row["teacher"] for row in rows if row["kind"] == "loss"}
     last = {row["run"]: row["tokens"] / 1e6 for row in stages}  # of each phase
@@ -57,22 +55,21 @@ def _gap(rows: Sequence[Row]) -> Figure:
     during.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ticks = [-0.05, 0, 0.05, *ticks[:-1]]
     after.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    during.set_title("during phase A")
-    during.legend()
-    after.set_title("after each phase, rows of 2,048 tokens")
-    for axis in (during, after):
-        axis.grid(color="0.9")
-    figure.supxlabel("tokens read, million")
-    figure.supylabel("held-out loss less the teacher's, nats")
-    figure.suptitle("The gap to the teacher, one run each")
+    during.set_title("during phase A, rows of 8,192 tokens", fontsize=10)
+    after.set_title("after each phase, rows of 2,048 tokens", fontsize=10)
+    after.set_xlabel("tokens read, million")
+    set_grid((during, after))
+    figure.supylabel("held-out loss less the teacher's, nats", fontsize=10)
+    figure.suptitle("The gap to the teacher, one run each", fontsize=10)
+    shared_legend(figure, (during,))
     return figure
 
 
-def _positions(rows: Sequence[Row]) -> Figure:
+def _positions(rows: Sequence[Row]) -> Any:
     """Draws the held-out loss against the position in a row: a panel for each set of rows, a curve for each model."""
     curves = [row for row in rows if row["kind"] == "positions"]
     sets = sorted({row["rows"] for row in curves})
-    figure = Figure(figsize=(8, 4.6), dpi=150, layout="constrained")
+    figure = empty_figure("figures", (8, 4.6))
     styles = _styles(rows) | {"teacher": {"color": "0.4", "linestyle": "dotted"}}
     for axis, number in zip(figure.subplots(1, len(sets), sharey=True, squeeze=False)[0], sets, strict=True):
         axis.grid(color="0.9")

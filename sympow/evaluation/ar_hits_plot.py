@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sympow.evaluation.ar_hits import Cell, HitLosses
-from sympow.evaluation.plot import curve_style, empty_figure, set_grid
+from sympow.evaluation.plot import curve_style, empty_figure, set_grid, shared_legend
 from sympow.files import naming
 
 LEAST = 30  # tokens of a point that is drawn; the mean of fewer says little
@@ -26,8 +26,9 @@ def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]
     """
     if not measured:
         raise ValueError("a plot needs at least one run")
-    figure = empty_figure("curves", (13, 4.6), dpi=130)
-    counts, distances, rates = figure.subplots(1, 3)
+    figure = empty_figure("curves", (8, 7))
+    panels = figure.subplot_mosaic([["counts", "counts"], ["distances", "rates"]])
+    counts, distances, rates = (panels[name] for name in ("counts", "distances", "rates"))
     for n, (run, losses) in enumerate(measured.items()):
         style: dict[str, Any] = curve_style(n) | {"markersize": 4}
         _line(counts, losses.by_count(repeated=True), **style, label=run)
@@ -46,7 +47,8 @@ def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]
     for axis in (counts, distances):
         axis.set_ylabel("held-out loss (nats a token)")
     set_grid((counts, distances, rates))
-    figure.legend(*counts.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle(f"{first.slice('all').tokens:,} held-out tokens, one run each", fontsize=10)
+    shared_legend(figure, (counts,))
     with naming(path):
         figure.savefig(path)
 

@@ -8,7 +8,6 @@ Attention, 2023]. The filler contains no information about the number, so the mo
 from __future__ import annotations
 
 import csv
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, product
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sympow.evaluation.plot import empty_figure
+from sympow.evaluation.plot import panels
 from sympow.files import naming
 from sympow.models import LanguageModel, generate
 from sympow.ops.memory import check_memory
@@ -30,7 +29,6 @@ FILLER = "The river runs past the mill. The wind is calm today. Boats wait at th
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is"
 BATCH_TOKENS = 1 << 15  # tokens in a forward pass, at least one text
-PANELS = 3  # models side by side in a plot
 
 Continue = Callable[[Tensor, int], Tensor]
 """Continues texts, int64 [B, T], with the likeliest token n times; returns int64 [B, n]."""
@@ -185,34 +183,36 @@ def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iter
 
 
 def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> None:
-    """Draws accuracy over context and depth, a panel a model, into an image whose format follows from its suffix.
+    """Draws accuracy by context, depth and model into an image whose format follows from its suffix.
 
-    A line has at most `PANELS` panels. Cells that no row measures are empty.
+    A panel is a model or, if there are fewer contexts than models, a context. Cells that no row measures are empty.
 
     Raises ValueError without rows, ImportError without matplotlib.
     """
     if not rows:
         raise ValueError("a plot needs at least one row")
     models = list(dict.fromkeys(row.model for row in rows))
-    contexts, depths = sorted({row.context for row in rows}), sorted({row.depth for row in rows})
-    columns = min(len(models), PANELS)
-    lines = math.ceil(len(models) / columns)
-    figure = empty_figure("passkeys", (1.5 + 2.5 * columns, 0.7 + 2.6 * lines))
-    for n, model in enumerate(models):
-        axes = figure.add_subplot(lines, columns, n + 1)
-        table = np.full((len(depths), len(contexts)), np.nan)
+    contexts = [f"{context:,} tokens" for context in sorted({row.context for row in rows})]
+    depths = sorted({row.depth for row in rows})
+    order = -1 if len(contexts) < len(models) else 1
+    titles, columns = (models, contexts)[::order]
+    figure, axes = panels(len(titles), (4, 3.4))
+    for axis, title in zip(axes, titles, strict=True):
+        table = np.full((len(depths), len(columns)), np.nan)
         for row in rows:
-            if row.model == model:
-                place = depths.index(row.depth), contexts.index(row.context)
+            panel, column = (row.model, f"{row.context:,} tokens")[::order]
+            if panel == title:
+                place = depths.index(row.depth), columns.index(column)
                 table[place] = row.accuracy
                 colour = "white" if abs(row.accuracy - 0.5) > 0.35 else "black"  # the ends of the scale are dark
-                axes.text(place[1], place[0], f"{row.accuracy:.0%}", ha="center", va="center", fontsize=8, color=colour)
-        axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts], rotation=45)
-        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("depth of the number" if n % columns == 0 else "")
-        axes.set_title(model, fontsize=10)
+                axis.text(place[1], place[0], f"{row.accuracy:.0%}", ha="center", va="center", fontsize=8, color=colour)
+        axis.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axis.set_ylabel("depth of the number")
+        axis.set_title(title, fontsize=10)
+    texts = " or ".join(map(str, sorted({row.texts for row in rows})))
+    figure.suptitle(f"accuracy, {texts} texts a cell, one run each", fontsize=10)
     with naming(path):
         figure.savefig(path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sympow.evaluation.context_loss import Bin, Curve
@@ -71,20 +71,20 @@ def plot_context_losses(curves: Sequence[Curve], path: str | os.PathLike[str]) -
         figure.savefig(path)
 
 
-def empty_figure(what: str, size: tuple[float, float], dpi: int = 150) -> Any:
+def empty_figure(what: str, size: tuple[float, float]) -> Any:
     """Returns a figure of matplotlib; ImportError without it, which says that drawing `what` needs the package."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"drawing {what} needs matplotlib: pip install 'sympow[eval]' ({error})") from error
-    return Figure(figsize=size, dpi=dpi, layout="constrained")
+    return Figure(figsize=size, dpi=150, layout="constrained")
 
 
-def panels(count: int, size: tuple[float, float], dpi: int = 150) -> tuple[Any, list[Any]]:
+def panels(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     """Returns a figure with panels of a size, two in a row at most, so that it can be read on a page."""
     columns = min(2, count)
     lines = -(-count // columns)
-    figure = empty_figure("figures", (size[0] * columns + 2.2, size[1] * lines), dpi)
+    figure = empty_figure("figures", (size[0] * columns, size[1] * lines))
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis in axes[count:]:
         axis.remove()
@@ -114,14 +114,30 @@ def set_grid(axes: Sequence[Any]) -> None:
 
 
 def shared_legend(figure: Any, axes: Sequence[Any], last: str = "") -> None:
-    """Draws one legend for all panels, beside them, each label once; the label `last` at the end."""
+    """Draws one legend for all panels, below them, each label once; the label `last` at the end.
+
+    The legend has as many columns as fit, and the figure becomes higher by its lines.
+    """
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if last in handles:
         handles[last] = handles.pop(last)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    for columns in range(len(handles), 0, -1):
+        look = {"loc": "outside lower center", "ncols": columns, "fontsize": 9}
+        legend = figure.legend(handles.values(), handles.keys(), **look)
+        box = legend.get_window_extent()
+        if box.width < figure.bbox.width or columns == 1:
+            figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+            return
+        legend.remove()
+
+
+def told_seeds(counts: Collection[int]) -> str:
+    """Returns how many seeds the points of a figure have: "one seed", "3 seeds" or "1 to 3 seeds"."""
+    least, most = min(counts), max(counts)
+    return "one seed" if most == 1 else f"{most} seeds" if least == most else f"{least} to {most} seeds"
 
 
 def shown_bins(curve: Curve) -> list[Bin]:

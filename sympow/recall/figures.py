@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from math import ceil, floor, log2
+from math import ceil, floor, log2, nan
 from pathlib import Path
 from statistics import mean, median
 from textwrap import fill
@@ -177,7 +177,8 @@ def _capacity(rows: Sequence[Row]) -> Any:
     axis.set_yticks(ticks, ["none", *(f"{tick:,}" for tick in ticks[1:])])
     axis.minorticks_off()
     axis.set_xlabel("state a sequence, KiB")
-    axis.set_title(f"Pairs held at {SOLVED:.0%} accuracy")
+    least, most = (f"N {pick(row['length'] for row in rows):,}" for pick in (min, max))
+    axis.set_title(f"Pairs held at {SOLVED:.0%} accuracy, {least if least == most else f'{least} to {most}'}")
     return _finish(figure, axes, "most pairs D", rows, accuracy=False)
 
 
@@ -240,16 +241,18 @@ def _line(
 ) -> None:
     """Draws mean accuracies with bars from the lowest to the highest seed. A point is its x, in a tuple, and its rows.
 
-    There is no line through points of which one is not above guessing, because such a model has failed.
+    A line joins points whose seeds are all above guessing; the others have failed.
     """
     seeds = [[row["test_accuracy"] for row in rows] for _, rows in points]
     means = [mean(values) for values in seeds]
-    solved = all(middle > _guess(rows) for middle, (_, rows) in zip(means, points, strict=True))
-    style = style if solved else style | {"linestyle": "none"}
+    solved = [min(values) > _guess(rows) for values, (_, rows) in zip(seeds, points, strict=True)]
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
-    drawn = axis.errorbar([x for (x,), _ in points], means, yerr=[low, high], capsize=3, elinewidth=1, **style)
-    plot.move(axis, drawn.get_children(), shift)
+    x = [at for (at,), _ in points]
+    drawn = axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style | {"linestyle": "none"})
+    joined = [middle if every else nan for middle, every in zip(means, solved, strict=True)]
+    line = axis.plot(x, joined, color=style["color"], linestyle=style["linestyle"])
+    plot.move(axis, [*drawn.get_children(), *line], shift)
 
 
 def _guess(rows: Sequence[Row]) -> float:
@@ -283,8 +286,8 @@ def _dotted_line(
 
 def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row], accuracy: bool = True) -> Any:
     """Sets grid and limits, wraps titles, draws one legend for all panels, and says how many seeds the points have."""
-    seeds = len({row["seed"] for row in rows})
-    figure.suptitle("one seed" if seeds == 1 else f"{seeds} seeds", fontsize=10)
+    points = group(rows, "model", "mixers", "width", "heads", "layers", "test", "learning_rate").values()
+    figure.suptitle(plot.told_seeds([len({row["seed"] for row in same}) for same in points]), fontsize=10)
     plot.set_grid(axes)
     for axis in axes:
         if accuracy:

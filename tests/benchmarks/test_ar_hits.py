@@ -122,6 +122,20 @@ def test_the_share_of_the_gap_by_distance():
     assert report.distances_table({"run": runs, "slices": [], "curves": curves[2:]}) == report.MISSING
 
 
+def test_many_models_are_drawn_in_several_figures(tmp_path):
+    """Each has the attention, and six models at most beside it."""
+    models = list(report.LABELS)[:9]
+    runs = [{"recipe": name, "seed": 0, "learning_rate": 1e-3, "held_out_loss": 4.0, "tokens": 3e7, "frequent": 9}
+            for name in models]  # fmt: skip
+    curves = [{"recipe": name, "learning_rate": 1e-3, "part": part, "start": 2, "end": 4, "tokens": 100, "loss": 1.0,
+               "rate": 0.5} for name in models for part in ("repeated", "new", "distance")]  # fmt: skip
+    tables = {"run": runs, "slices": [], "curves": curves}
+    files = report.draw({"kernel": tables}, tmp_path)
+    assert [file.name for file in files] == ["kernel-curves.png", "kernel-curves-2.png"]
+    drawn = report.curves(tables, [models[0], *models[7:]])
+    assert [line.get_label() for line in drawn.axes[2].lines] == [report.LABELS[models[n]] for n in (0, 7, 8)]
+
+
 def test_gaps_begin_at_gated_attention_if_there_is_one():
     slices = [{"recipe": recipe, "seed": 0, "document": 0, "part": part, "tokens": 10, "nats": nats * 10}
               for recipe, all_nats in (("attention", (3, 1, 2)), ("softmax_gate", (2, 1, 2)), ("power", (5, 1, 3)))

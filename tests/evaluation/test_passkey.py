@@ -153,11 +153,12 @@ def test_table_and_image(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_images_of_many_models_are_no_wider_than_those_of_three(tmp_path):
+def test_images_of_many_models_are_no_wider_than_those_of_two(tmp_path):
+    """Of more models than lengths, a panel is a length."""
     sizes = []
-    for count in (3, 6):
-        rows = [PasskeyRow(f"model {i}", 300, depth, 2, 0.5, 0.5) for i in range(count) for depth in (0.0, 1.0)]
+    for models, lengths in ((2, 4), (4, 4), (9, 4), (9, 2)):
+        rows = [PasskeyRow(f"model {i}", 300 + n, 0.5, 2, 0.5, 0.5) for i in range(models) for n in range(lengths)]
         plot_passkeys(rows, tmp_path / "a.png")
         sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24]))
-    (few, low), (many, high) = sizes
-    assert few == many and low < high
+    assert sizes[0] == sizes[3] and sizes[1] == sizes[2]
+    assert sizes[0][0] == sizes[1][0] and sizes[0][1] < sizes[1][1]

@@ -9,6 +9,7 @@ import pytest
 
 from sympow.evaluation import ContextLosses, Curve, plot_context_losses
 from sympow.evaluation.context_loss import bin_edges
+from sympow.evaluation.plot import panels, shared_legend
 
 
 def curve(run, context, train_context=None, rows=2):
@@ -55,6 +56,21 @@ def test_a_short_curve_is_drawn_whole(tmp_path, axes):
     plot_context_losses([curve("short", 12, 2048, rows=1)], tmp_path / "short.svg")
     assert len(axes[0].get_lines()[0].get_xdata()) == 5
     assert len(axes[0].get_lines()) == 1  # the trained context lies outside
+
+
+@pytest.mark.parametrize(("count", "length", "columns"), [(3, 9, 3), (9, 40, 2), (2, 90, 1)])
+def test_a_shared_legend_is_below_the_panels_and_within_the_figure(count, length, columns):
+    figure, axes = panels(3, (4, 3))
+    for n in range(count):
+        axes[n % 3].plot([1, 2], label=str(n) * length)
+    shared_legend(figure, axes)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    lefts = [round(text.get_window_extent().x0) for text in legend.get_texts()]
+    assert len(lefts) == count and len(set(lefts)) == columns
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 < min(each.get_tightbbox().y0 for each in axes)
+    assert axes[0].get_window_extent().height > 1.8 * figure.dpi  # the legend takes nothing from the panels
 
 
 def test_no_curve_is_refused(tmp_path):

@@ -96,6 +96,22 @@ def test_accuracy_against_width_is_that_of_the_chosen_rate(made_up, drawn):
     assert bars[0][0][1] == pytest.approx(expected[0] - 0.02) and bars[0][1][1] == pytest.approx(expected[0] + 0.02)
 
 
+def test_no_line_leads_to_a_failed_seed(made_up, drawn):
+    rows = [row for row in made_up if (row["label"], row["heads"], row["pairs"]) == ("attention", 1, 4)]
+    failed = [row | {"test_accuracy": 0.25} if (row["width"], row["seed"]) == (64, 2) else row for row in rows]
+    for some, joined in ((rows, [True, True, True]), (failed, [False, True, True])):
+        (axis,) = drawn(some)["accuracy_width"]
+        (line,) = [line for line in axis.lines if line.get_linestyle() == "-"]
+        assert np.isfinite(line.get_ydata()).tolist() == joined and np.isfinite(lines(axis)["attention"][1]).all()
+
+
+def test_the_number_of_seeds_is_that_of_every_point(made_up, drawn):
+    rows = [row for row in made_up if row["heads"] == 1]
+    fewer = [row for row in rows if row["seed"] == 0 or row["width"] == 64]
+    for some, told in ((rows, "3 seeds"), (fewer, "1 to 3 seeds"), (rows[::3], "one seed")):
+        assert drawn(some)["frontier"][0].figure.get_suptitle() == told
+
+
 def test_pairs_and_heads(made_up, drawn):
     found = drawn([row | {"length": 512} for row in made_up if row["width"] == 64])
     (panel,) = found["accuracy_pairs"]
