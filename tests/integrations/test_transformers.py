@@ -742,5 +742,12 @@ def test_mixers_that_look_ahead_are_computed_without_a_cache(tokens):
             assert_close(logits[row, at], native(tokens[row, at][None])[0], **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["n_layers", "d_model", "mixers", "tie_embeddings"])
+def test_fields_of_the_model_outside_of_it_are_refused(name):
+    """transformers would keep them, and the model would be another one than was asked for."""
+    with pytest.raises(ValueError, match=rf"^{name} is a field of the model, as in SympowConfig\(model=.*outside$"):
+        SympowConfig(**{name: 2})
+
+
 def test_transformers_is_new_enough():
     assert tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 17)
