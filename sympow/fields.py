@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
@@ -58,6 +59,14 @@ def check_integer(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be an integer; got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}; got {value}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises TypeError for what is no number, and ValueError for one that is not finite, or beyond all floats."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+    if not abs(value) <= sys.float_info.max:  # also of an integer that no float holds
+        raise ValueError(f"{name} must be finite; got {value!r:.40}")
 
 
 def with_lists(value: Any) -> Any:

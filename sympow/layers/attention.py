@@ -21,7 +21,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, any_weight, own_weight
 from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
-from sympow.layers.state import After, Device, DType, MixerState, check_room, try_by_copies
+from sympow.layers.state import After, Device, DType, MixerState, check_room, of_tried, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
@@ -253,10 +253,10 @@ class AttentionMixer(Mixer):
         self.check_step(x, state, own_weight(self.qkv))
         if self.convolution is None:
             y, after = self._try_mix_step(x, state, extras)
-            return self.output(x, y), after
+            return self.output(x, y), of_tried(after, x.shape[1])
         x, past = self.convolution.try_step(x, state.past)
         y, behind = self._try_mix_step(x, state.behind, extras)
-        return self.output(x, y), lambda n: ShortConvolutionState(past(n), behind(n))
+        return self.output(x, y), of_tried(lambda n: ShortConvolutionState(past(n), behind(n)), x.shape[1])
 
     def _try_mix_step(self, x: Tensor, state: Any, extras: dict[str, Tensor | None]) -> tuple[Tensor, After]:
         try:

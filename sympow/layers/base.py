@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.initial import init_linear
 from sympow.layers.other_names import explained, renamed_call
-from sympow.layers.state import After, Device, DType, Form, MixerState, check_batch, check_form, form_of, try_by_copies
+from sympow.layers.state import (
+    After,
+    Device,
+    DType,
+    Form,
+    MixerState,
+    check_batch,
+    check_form,
+    counted,
+    form_of,
+    try_by_copies,
+)
 from sympow.ops.availability import autocast_dtype
 from sympow.ops.types import OutOfRangeError
 
@@ -55,6 +66,8 @@ class Mixer(nn.Module, ABC):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = explained(cls.__init__)  # type: ignore[method-assign]
+        if "init_state" in vars(cls):
+            cls.init_state = counted(cls.init_state)  # type: ignore[method-assign]
 
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()
@@ -92,7 +105,8 @@ class Mixer(nn.Module, ABC):
         `device` is the device of the weights by default. `dtype` is the dtype of cached keys and values, by default
         that of the weights. Sums over the past are kept in float32 at least.
 
-        Mixers with heads raise ValueError for a state that is larger than the free memory.
+        Raises TypeError or ValueError for a `batch_size` that is no number of sequences. Mixers with heads raise
+        ValueError for a state that is larger than the free memory.
         """
 
     @abstractmethod
@@ -107,8 +121,8 @@ class Mixer(nn.Module, ABC):
         """Continues sequences by tokens that can still be taken back: x [B, T', d] -> (y [B, T', d], `After`).
 
         y is the output of `step`. after(n) returns the state after the first n tokens, for n from 0 to T'. The given
-        state must not be used again. Gradients must be off. The method of this class steps copies of the state, token
-        by token.
+        state must not be used again. Gradients must be off. `after` raises TypeError or ValueError for another number.
+        The method of this class steps copies of the state, token by token.
         """
         return try_by_copies(self.step, x, state, extras)
 

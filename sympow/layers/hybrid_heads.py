@@ -13,7 +13,7 @@ from typing_extensions import override
 from sympow.layers.attention import BLOCK
 from sympow.layers.base import Mixer
 from sympow.layers.registry import make_mixer, mixer_class
-from sympow.layers.state import After, Device, DType, MixerState
+from sympow.layers.state import After, Device, DType, MixerState, of_tried
 
 
 @dataclass
@@ -123,7 +123,7 @@ class HybridHeads(Mixer):
         self.check_step(x, state, None)
         y, near = self.near.try_step(x, state.near)
         own, far = self.far.try_step(x, state.far)
-        return y + own, lambda n: HybridHeadsState(near(n), far(n))
+        return y + own, of_tried(lambda n: HybridHeadsState(near(n), far(n)), x.shape[1])
 
     @override
     def state_size(self, context: int) -> int:

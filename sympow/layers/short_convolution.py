@@ -15,7 +15,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.registry import make_mixer
-from sympow.layers.state import After, Device, DType, MixerState
+from sympow.layers.state import After, Device, DType, MixerState, of_tried
 from sympow.ops.availability import concatenated
 from sympow.ops.context_parallel import previous_tokens
 from sympow.ops.cost import convolution_flops
@@ -196,9 +196,9 @@ class ShortConvolution(Mixer):
         self.check_step(x, state, self.convolution.weight)
         y, past = self.convolution.try_step(x, state.past)
         if self.mixer is None or state.behind is None:
-            return y, lambda n: ShortConvolutionState(past(n), None)
+            return y, of_tried(lambda n: ShortConvolutionState(past(n), None), x.shape[1])
         y, behind = self.mixer.try_step(y, state.behind, **extras)
-        return y, lambda n: ShortConvolutionState(past(n), behind(n))
+        return y, of_tried(lambda n: ShortConvolutionState(past(n), behind(n)), x.shape[1])
 
     @override
     def state_size(self, context: int) -> int:

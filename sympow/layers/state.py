@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
 from types import UnionType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -126,6 +127,43 @@ def check_room(what: str, batch: int, size: int, weight: Tensor, device: Device)
     sequences = f"{batch:,} sequence{'s' * (batch != 1)}"
     held = batch * size * max(4, weight.element_size())
     check_memory(f"a state of {what} for {sequences}", held, weight.device if device is None else device)
+
+
+def counted(init_state: Callable[..., MixerState]) -> Callable[..., MixerState]:
+    """Returns the method `init_state` of a mixer with an error for a `batch_size` that is no number of sequences.
+
+    It raises TypeError for what is no integer, and ValueError for a negative one.
+    """
+
+    @wraps(init_state)
+    def counting(self: Any, batch_size: int, **options: Any) -> MixerState:
+        _check_count("batch_size", batch_size)
+        return init_state(self, batch_size, **options)
+
+    return counting
+
+
+def of_tried(after: After, tokens: int) -> After:
+    """Returns `after` of a `try_step` of so many tokens, which refuses every number but 0 to `tokens`.
+
+    It raises TypeError for what is no integer, and ValueError for another number, of which a slice would make a state.
+    """
+
+    def state_after(n: int) -> Any:
+        _check_count("the number of tokens that are kept", n)
+        if n > tokens:
+            raise ValueError(f"of {tokens} tokens that were tried 0 to all can be kept; got {n}")
+        return after(n)
+
+    return state_after
+
+
+def _check_count(name: str, value: object) -> None:
+    """Raises TypeError for what is no integer, and ValueError for a negative one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0; got {value}")
 
 
 def check_batch(state: object, batch: int) -> None:
@@ -258,4 +296,4 @@ def try_by_copies(
         y, after = step(x[:, i : i + 1], states[-1].clone(), **now)
         outs.append(y)
         states.append(after)
-    return concatenated(outs, dim=1), states.__getitem__
+    return concatenated(outs, dim=1), of_tried(states.__getitem__, x.shape[1])

@@ -44,10 +44,13 @@ class Context:
         """Reads further int64 tokens [B, T], `chunk` at a time.
 
         The method overwrites the state of this context. Use the context that it returns, or call it on a `clone()`.
-        Raises ValueError for a chunk below 1 and for another number of rows, and the errors of `LanguageModel.step`.
+        Raises ValueError for a chunk below 1 and for another number of rows, TypeError for what is no tensor, and the
+        errors of `LanguageModel.step`.
         """
-        if not isinstance(chunk, int) or chunk < 1:
+        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
             raise ValueError(f"chunk must be an integer of at least 1; got {chunk!r}")
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a torch.Tensor, int64 [B, T]; got {type(tokens).__name__}")
         if tokens.ndim != 2 or tokens.shape[0] != self.rows:
             raise ValueError(f"tokens must be [B = {self.rows}, T], as the rows read before; got {list(tokens.shape)}")
         state, logits = self.state, self.logits

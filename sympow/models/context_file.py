@@ -82,9 +82,14 @@ def save_context(
             "bfloat16" and "int8" round the large tensors, see `sympow.layers.state_file.serialize`.
         known: the `fingerprint` of the model, if the caller has computed it already.
 
-    Raises ValueError for another dtype, ContextError if the file cannot be written, ImportError without safetensors.
+    Raises ValueError for another dtype, ContextError if the file cannot be written, and for a context that could not be
+    loaded, such as one of another model; ImportError without safetensors.
     """
     path, save_file = Path(path), _safetensors().torch.save_file
+    try:
+        _fitted(context.state, context.logits, model, context.rows, context.tokens)
+    except _WRONG as error:
+        raise ContextError(f"cannot write the context {path}: it is not of this model: {_line(error)}") from error
     packed = serialize(context.state, dtype)
     tensors = {name: _owned(tensor) for name, tensor in packed.tensors.items()}
     if context.logits is not None:
@@ -139,12 +144,7 @@ def load_context(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         logits = tensors["logits"].to(device, copy=True) if "logits" in tensors else None
         state = deserialize(SerializedState(tensors, header.tree), device)
-        _check(state, logits, model, header)
-        state = fitted(state, model.init_state(1))
-        for layer, block in zip(state.layers, model.init_state(1).layers, strict=True):
-            check_form(layer, form_of(block))
-            check_batch(layer, header.rows)
-            check_read(layer, header.tokens)
+        state = _fitted(state, logits, model, header.rows, header.tokens)
     except (*_WRONG, _safetensors().SafetensorError) as error:
         raise ContextError(f"{path} does not hold the states of this model: {_line(error)}") from error
     return Context(state, logits, header.tokens, header.digest)
@@ -161,15 +161,25 @@ def _other_dtype(path: str | os.PathLike[str], own: torch.dtype) -> str:
     return "" if its == own else f", {there} there and {here} here (see --weights-dtype of sympow read)"
 
 
-def _check(state: Any, logits: Tensor | None, model: LanguageModel, header: ContextHeader) -> None:
-    """Raises ValueError for a state that is not of all layers, and for logits that are not of the next token."""
+def _fitted(state: Any, logits: Tensor | None, model: LanguageModel, rows: int, tokens: int) -> ModelState:
+    """Returns a state as the model keeps it, see `fitted`.
+
+    Raises an error of `_WRONG` for a state that is not that of all layers of the model, for `rows` sequences after
+    `tokens` tokens, and for logits that are not of the next token.
+    """
+    if rows < 1:
+        raise ValueError(f"expected at least one row; got {rows}")
     if not isinstance(state, ModelState) or not isinstance(state.layers, list):
         raise ValueError(f"expected a state of {len(model.blocks)} layers, got {type(state).__name__}")
-    wanted = [header.rows, model.config.vocab_size]
-    if logits is None:
-        return
-    if list(logits.shape) != wanted or not logits.is_floating_point():
+    wanted = [rows, model.config.vocab_size]
+    if logits is not None and (list(logits.shape) != wanted or not logits.is_floating_point()):
         raise ValueError(f"expected logits {wanted} of the next token, got {logits.dtype} {list(logits.shape)}")
+    found: ModelState = fitted(state, model.init_state(1))
+    for layer, block in zip(found.layers, model.init_state(1).layers, strict=True):
+        check_form(layer, form_of(block))
+        check_batch(layer, rows)
+        check_read(layer, tokens)
+    return found
 
 
 def read_header(path: str | os.PathLike[str]) -> ContextHeader:

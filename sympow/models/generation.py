@@ -128,13 +128,15 @@ def stream(
         drafts: for speculative decoding, which draws the same tokens in fewer steps (`sympow.models.speculation`). The
             prompt has one row, and an object of drafts serves one stream at a time.
 
-    Raises ValueError for arguments out of range and TypeError for a prompt or a context of another type, both at the
-    call; ValueError for tokens outside the vocabulary with the first token.
+    Raises ValueError for arguments out of range and TypeError for a prompt, a context or drafts of another type, both
+    at the call; ValueError for tokens outside the vocabulary with the first token.
     """
     if not isinstance(prompt, Tensor):
         raise TypeError(f"prompt must be a torch.Tensor, int64 [B, T]; got {type(prompt).__name__}")
     if not isinstance(context, Context | None):
         raise TypeError(f"context must be a Context, such as load_context returns; got {type(context).__name__}")
+    if not isinstance(drafts, Drafts | None):
+        raise TypeError(f"drafts must be an object of Drafts, such as NgramDrafts(); got {drafts!r:.80}")
     continues = context is not None and context.tokens > 0
     if prompt.ndim != 2 or 0 in prompt.shape[: 1 if continues else 2]:
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")

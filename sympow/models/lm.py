@@ -20,7 +20,7 @@ from sympow.fields import check_integer
 from sympow.layers import MixerState
 from sympow.layers.base import refuse_other_kinds
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import After, Device, DType, check_batch, check_room
+from sympow.layers.state import After, Device, DType, check_batch, check_room, of_tried
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
@@ -284,16 +284,10 @@ class LanguageModel(nn.Module):
         """
         x, afters = self._embed_next(tokens, state), []
         for block, before in zip(self.blocks, state.layers, strict=True):
-            x, after = block.try_step(x, before, tokens)
-            afters.append(after)
-
-        def state_after(n: int) -> ModelState:
-            check_integer("the number of tokens that are kept", n, 0)
-            if n > tokens.shape[1]:
-                raise ValueError(f"of {tokens.shape[1]} tokens that were tried 0 to all can be kept; got {n}")
-            return ModelState([after(n) for after in afters])
-
-        return self._head(self.final_norm(x)), state_after
+            x, each = block.try_step(x, before, tokens)
+            afters.append(each)
+        after = of_tried(lambda n: ModelState([each(n) for each in afters]), tokens.shape[1])
+        return self._head(self.final_norm(x)), after
 
     def state_size(self, context: int) -> int:
         """Returns the number of elements the state holds for a sequence after `context` tokens."""

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from sympow.fields import check_integer
 from sympow.models.lm import LanguageModel, ModelState
 
 _MOST = 16  # draft tokens in a step
@@ -38,7 +39,7 @@ class Drafts(ABC):
 
     @abstractmethod
     def propose(self, new: Sequence[int], most: int) -> list[int]:
-        """Returns at most `most` draft tokens.
+        """Returns at most `most` draft tokens. A stream raises ValueError if they are more.
 
         Args:
             new: the tokens of the text since the last call.
@@ -52,10 +53,14 @@ class NgramDrafts(Drafts):
     Args:
         longest: the largest number of last tokens that are looked up. Larger numbers are looked up first.
         shortest: the smallest number of last tokens that are looked up.
+
+    Raises TypeError for what is no integer, and ValueError unless 1 <= shortest <= longest.
     """
 
     def __init__(self, longest: int = 5, shortest: int = 2):
-        if not 1 <= shortest <= longest:
+        for name, size in (("longest", longest), ("shortest", shortest)):
+            check_integer(name, size, 1)
+        if shortest > longest:
             raise ValueError(f"1 <= shortest <= longest is expected; got {shortest=}, {longest=}")
         self.sizes = range(longest, shortest - 1, -1)
         self._text: list[int] = []
@@ -91,9 +96,13 @@ class ModelDrafts(Drafts):
 
     Args:
         model: the draft model. It reads the prompt and the new text, but not the `context` of a stream.
+
+    Raises TypeError for what is no LanguageModel.
     """
 
     def __init__(self, model: LanguageModel):
+        if not isinstance(model, LanguageModel):
+            raise TypeError(f"a draft model must be a LanguageModel; got {type(model).__name__}")
         self.model = model
         self._state = model.init_state(1)
         self._unread: list[int] = []
@@ -182,7 +191,10 @@ def speculative_steps(
     pace, new = Pace(), list(text)
     while count:
         started = perf_counter()
-        draft = drafts.propose(new, min(pace.length(), count - 1))
+        most = min(pace.length(), count - 1)
+        draft = drafts.propose(new, most)
+        if draft is not None and len(draft) > most:  # the text would go on behind its last token
+            raise ValueError(f"{type(drafts).__name__}.propose must return at most {most} tokens; got {len(draft)}")
         if draft:
             tokens = torch.cat([token, token.new_tensor(draft)])[None]
             logits, after = model.try_step(tokens, state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from sympow.data.mqar import RecallTask
-from sympow.fields import check_integer, unknown
+from sympow.fields import check_integer, check_number, unknown
 from sympow.files import check_file_name
 from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
@@ -58,9 +57,14 @@ class Architecture:
                 f"heads are width / head_dim where head_dim is given; got heads = {self.heads} and head_dim = "
                 f"{self.head_dim}: set head_dim to none"
             )
-        if not re.fullmatch(r"[\w .,=+()-]+", self.label):
+        if not isinstance(self.label, str) or not re.fullmatch(r"[\w .,=+()-]+", self.label):
             raise ValueError(f"a label is made of letters, digits, spaces and . , = + ( ) -; got {self.label!r}")
-        object.__setattr__(self, "mixers", tuple(self.mixers))
+        if not isinstance(self.positions, bool):
+            raise TypeError(f"positions must be true or false; got {self.positions!r}")
+        mixers = tuple(self.mixers) if isinstance(self.mixers, list | tuple) else ()
+        if not mixers or not all(isinstance(mixer, MixerConfig) for mixer in mixers):
+            raise TypeError(f"mixers is a tuple of at least one MixerConfig; got {self.mixers!r}")
+        object.__setattr__(self, "mixers", mixers)
 
     def model(self, width: int, vocab_size: int, length: int) -> ModelConfig:
         """Returns the config of the model for rows of `length`; ValueError where head_dim does not divide the width."""
@@ -126,14 +130,25 @@ class RecallConfig:
     precision: str = "float32"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.architecture, Architecture):
+            raise TypeError(f"architecture must be an Architecture; got {self.architecture!r}")
         for name in ("train", "test"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            given = getattr(self, name)
+            tasks = (given,) if isinstance(given, AnyTask) else given
+            if not isinstance(tasks, list | tuple) or not all(isinstance(task, AnyTask) for task in tasks):
+                raise TypeError(f"{name} must be a RecallTask or an OwnTask, or several of them; got {given!r}")
+            object.__setattr__(self, name, tuple(tasks))
         for name, least in (("width", 1), ("seed", 0), ("data_seed", 0), ("examples", 1), ("validation_examples", 1),
                             ("test_examples", 1), ("epochs", 1), ("validations", 1)):  # fmt: skip
             check_integer(name, getattr(self, name), least)
         if self.batch_size is not None:
             check_integer("batch_size", self.batch_size, 1)
-        if not (isinstance(self.learning_rate, int | float) and 0 < self.learning_rate < math.inf):
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed must be below 2**63; got {self.seed}")
+        for name in ("learning_rate", "weight_decay", "warmup", "stop_at"):
+            if getattr(self, name) is not None or name != "stop_at":
+                check_number(name, getattr(self, name))
+        if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0; got {self.learning_rate!r}")
         check_optimizer(self.optimizer, self.muon_rate)
         if self.weight_decay < 0:

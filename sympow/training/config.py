@@ -1,6 +1,6 @@
 """Configurations of a run: `TrainingConfig`, `ExecutionConfig`, and `RunConfig`, which adds the model and the data."""
 
-import math
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -422,5 +422,5 @@ def _check_integer(name: str, value: Any, least: int, group: str = "training") -
 def _check_number(name: str, value: Any, group: str = "training.") -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{group}{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{group}{name} must be finite, got {value}")
+    if not abs(value) <= sys.float_info.max:  # also of an integer that no float holds
+        raise ValueError(f"{group}{name} must be finite, got {value!r:.40}")

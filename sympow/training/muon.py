@@ -70,6 +70,10 @@ class Muon(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW(others, lr=lr, **adamw)
         super().__init__([group, *self._adamw.param_groups], {"lr": lr})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, see `torch.optim.Optimizer`. AdamW moves it, by its defaults where the group names none."""
+        super().add_param_group(param_group if "rows" in param_group else self._adamw.defaults | param_group)
+
     @overload
     def step(self, closure: None = None) -> None: ...
 

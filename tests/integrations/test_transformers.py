@@ -355,6 +355,41 @@ def test_generate_goes_on_from_a_given_cache(tokens):
     assert torch.equal(second.sequences, model.generate(more, **settings).sequences)
 
 
+@torch.no_grad()
+def test_a_mask_that_takes_tokens_of_a_cache_back_is_refused(tokens):
+    """A row that ends early reads padding in `generate`, which a mask of the next turn would leave out."""
+    model = hybrid()
+    written = model.generate(tokens, max_new_tokens=5, do_sample=False)[:, 21:]
+    ends = int(written[0, 0])  # not the first token of another row
+    assert (written[1:, 0] != ends).any()
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": ends}
+    first = model.generate(tokens, eos_token_id=ends, **options)
+    mask = torch.ones_like(first.sequences)
+    mask[0, 22:] = 0
+    more, longer = torch.cat([first.sequences, tokens[:, :3]], 1), torch.cat([mask, torch.ones(4, 3)], 1)
+    count = first.past_key_values.get_seq_length()
+    message = f"leaves out {count - 22} of the {count} tokens before, in row 0, and past_key_values was made without 0"
+    for rows in (slice(None), [0, 1]):
+        cache = copy.deepcopy(first.past_key_values)
+        cache.batch_select_indices(torch.arange(4)[rows])
+        with pytest.raises(ValueError, match=message):
+            model.generate(more[rows], attention_mask=longer[rows], past_key_values=cache, **options)
+        with pytest.raises(ValueError, match=message):
+            model(more[rows][:, count:], attention_mask=longer[rows], past_key_values=cache)
+    first.past_key_values.batch_select_indices(torch.tensor([1, 2, 3]))
+    model(more[1:, count:], attention_mask=longer[1:], past_key_values=first.past_key_values)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_batch_without_rows(use_cache, tokens):
+    model, cache = hybrid(), None
+    for part in tokens[:0].split(9, dim=1):
+        out = model(part, past_key_values=cache, use_cache=use_cache)
+        assert out.logits.shape == (0, part.shape[1], VOCAB)
+        cache = out.past_key_values
+
+
 @pytest.mark.parametrize("columns", [21, 20])
 def test_generate_refuses_an_input_without_a_new_token(columns, tokens):
     """transformers would read the whole input once more, or nothing."""
@@ -663,11 +698,19 @@ def test_device_map(tmp_path, tokens):
         ({"inputs_embeds": torch.zeros(4, 21, 32)}, ValueError, "give one of input_ids and inputs_embeds"),
         ({"attention_mask": torch.ones(4, 20)}, ValueError, r"must be \[B = 4, at least T = 21\]; got \[4, 20\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 21])}, ValueError, "computed without a cache"),
+        ({"logits_to_keep": -1}, ValueError, "logits_to_keep must be at least 0; got -1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(given, error, match, tokens):
     with pytest.raises(error, match=match):
         hybrid()(tokens, **given)
+
+
+def test_inputs_of_another_number_of_axes_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\]; got \[21\]"):
+        hybrid()(tokens[0])
+    with pytest.raises(ValueError, match=r"inputs_embeds must be \[B, T, d\]; got \[4, 21\]"):
+        hybrid()(inputs_embeds=torch.zeros(4, 21))
 
 
 def test_a_cache_of_another_batch_and_taking_tokens_back_are_refused(tokens):
@@ -697,6 +740,13 @@ def test_mixers_that_look_ahead_are_computed_without_a_cache(tokens):
         for row in range(4):
             at = padded[row].bool()
             assert_close(logits[row, at], native(tokens[row, at][None])[0], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["n_layers", "d_model", "mixers", "tie_embeddings"])
+def test_fields_of_the_model_outside_of_it_are_refused(name):
+    """transformers would keep them, and the model would be another one than was asked for."""
+    with pytest.raises(ValueError, match=rf"^{name} is a field of the model, as in SympowConfig\(model=.*outside$"):
+        SympowConfig(**{name: 2})
 
 
 def test_transformers_is_new_enough():

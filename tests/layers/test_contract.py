@@ -376,7 +376,8 @@ def test_bad_options_are_refused(name, heads, options, message):
             {"selection": "random", "whole_row": True},
             "whole_row is an option of learned selection; got selection 'random'",
         ),
-        ("selection", {"selection": "learned", "noise": -1}, "noise must be at least 0; got -1"),
+        ("selection", {"selection": "learned", "noise": -1}, "noise must be finite and at least 0; got -1"),
+        ("selection", {"selection": "learned", "noise": math.nan}, "noise must be finite and at least 0; got nan"),
         ("autocorrelation_conv", {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("autocorrelation_conv", {"filler": 0}, "filler needs matching: without it inputs are correlated as they are"),
         ("rwkv4", {"depth": 2}, "depth lies between 0 and 1; got 2"),
@@ -402,6 +403,25 @@ def test_bad_options_of_one_mixer_are_refused(name, options, message):
 def test_a_state_of_integers_is_refused(case):
     with pytest.raises(TypeError, match=r"the dtype of a state must be a floating-point type; got torch.int32"):
         make(case).init_state(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", STEPPED)
+def test_a_state_of_no_number_of_sequences_is_refused(case):
+    mixer = make(case)
+    for batch in (-1, 1.5, True, None, "2"):
+        with pytest.raises((TypeError, ValueError), match=f"^batch_size must be .*; got {batch!r}$"):
+            mixer.init_state(batch)
+
+
+@pytest.mark.parametrize("case", STEPPED)
+@torch.no_grad()
+def test_only_as_many_tokens_as_were_tried_can_be_kept(case):
+    """A slice would make a state of -1 and of 5 tokens."""
+    mixer, x = make(case), sequence(time=4)
+    _, after = mixer.try_step(x, mixer.init_state(2), **mixer.extras(tokens_of(x)))
+    for kept in (-1, 5, 1.0, True):
+        with pytest.raises((TypeError, ValueError), match=f"tokens that (are kept|were tried) .*; got {kept}$"):
+            after(kept)
 
 
 @pytest.mark.parametrize("case", CASES)

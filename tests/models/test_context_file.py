@@ -232,6 +232,22 @@ def test_another_model_is_refused(tmp_path):
         load_context(tmp_path / "x.ctx", built)
 
 
+def test_a_context_that_could_not_be_loaded_is_not_written(tmp_path):
+    """Or what was read would be lost without a word."""
+    built, file = model(), tmp_path / "x.ctx"
+    whole = Context.begin(built).read(built, tokens())
+    begun = replace(Context.begin(built), state=built.init_state(1, dtype=torch.bfloat16))
+    for context, message in (
+        (Context.begin(model("hybrid")).read(model("hybrid"), tokens()), "expected .*, got "),
+        (begun.read(built, tokens()), "expected a tensor of torch.float32, got torch.bfloat16$"),
+        (Context.begin(built, rows=0), "expected at least one row; got 0$"),
+        (replace(whole, logits=whole.logits[:, 1:]), r"expected logits \[1, 61\] of the next token, got .* \[1, 60\]$"),
+    ):
+        with pytest.raises(ContextError, match=f"cannot write the context {file}: it is not of this model: {message}"):
+            save_context(file, built, context)
+        assert not list(tmp_path.iterdir())
+
+
 def test_fifty_spoilt_files_are_refused(tmp_path):
     built, file = model(), tmp_path / "x.ctx"
     save_context(file, built, Context.begin(built).read(built, tokens(READ)))
@@ -362,28 +378,37 @@ def test_states_of_other_sizes_are_refused(change, message, tmp_path, monkeypatc
     ],
     ids=["sums", "tail", "slots"],
 )
-def test_memory_that_grows_when_a_tail_is_folded_is_refused(memory, message, tmp_path):
+def test_memory_that_grows_when_a_tail_is_folded_is_refused(memory, message, tmp_path, monkeypatch):
     """A tail of C tokens takes C x D numbers, and slots take a state each."""
     built, file = model(), tmp_path / "x.ctx"
     context = Context.begin(built).read(built, tokens())
-    layer = context.state.layers[0]
-    context.state.layers[0] = replace(layer, behind=replace(layer.behind, memory=memory))
+    other, layer = context.clone(), context.state.layers[0]
+    other.state.layers[0] = replace(layer, behind=replace(layer.behind, memory=memory))
+    with pytest.raises(ContextError, match=message):
+        save_context(file, built, other)
+    monkeypatch.setattr("sympow.models.context_file.serialize", lambda _, dtype: serialize(other.state, dtype))
     save_context(file, built, context)
     with pytest.raises(ContextError, match=message):
         load_context(file, built)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_number_of_tokens_that_the_states_deny_is_refused(case, tmp_path):
+def test_a_number_of_tokens_that_the_states_deny_is_refused(case, tmp_path, monkeypatch):
     """The states of some mixers do not count tokens."""
     built, file = model(case), tmp_path / "x.ctx"
-    context = replace(Context.begin(built).read(built, tokens()), tokens=44)
-    save_context(file, built, context)
+    context = Context.begin(built).read(built, tokens())
+    wrong = replace(context, tokens=44)
     if case in ("power-data", "rwkv7", "rwkv4", "state-space"):
+        save_context(file, built, wrong)
         assert load_context(file, built).tokens == 44
-    else:
-        with pytest.raises(ContextError, match=r"= 44, the tokens read; got 43$"):
-            load_context(file, built)
+        return
+    with pytest.raises(ContextError, match=r"= 44, the tokens read; got 43$"):
+        save_context(file, built, wrong)
+    monkeypatch.setattr("sympow.models.context_file.serialize", lambda _, dtype: serialize(other.state, dtype))
+    other = Context.begin(built).read(built, tokens(44))
+    save_context(file, built, context)
+    with pytest.raises(ContextError, match=r"= 43, the tokens read; got 44$"):
+        load_context(file, built)
 
 
 def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import islice
 
 import pytest
 import torch
@@ -190,6 +191,32 @@ def test_what_does_not_fit_is_refused():
         stream(built, x.repeat(2, 1), 3, drafts=NgramDrafts())
     with pytest.raises(ValueError, match="a draft model has the vocabulary of the model, 31 tokens; got 32"):
         stream(built, x, 3, drafts=ModelDrafts(model(vocab=32)))
+    for drafts in ("ngrams", NgramDrafts):
+        with pytest.raises(TypeError, match=rf"must be an object of Drafts, such as NgramDrafts\(\); got {drafts!r}$"):
+            stream(built, x, 3, drafts=drafts)
+    with pytest.raises(TypeError, match="a draft model must be a LanguageModel; got NoneType"):
+        ModelDrafts(None)
+    with pytest.raises(TypeError, match=r"longest must be an integer; got 2.5"):
+        NgramDrafts(2.5)
+
+
+class TooMany(Drafts):
+    """Drafts the tokens that follow, and more of them than are asked for."""
+
+    def __init__(self, text: list[int]):
+        self.text, self.read = text, 0
+
+    def propose(self, new: Sequence[int], most: int) -> list[int]:
+        self.read += len(new)
+        return self.text[self.read : self.read + most + 1]
+
+
+def test_more_drafts_than_asked_for_are_refused(eager):
+    """The text would be longer than asked for, and never end."""
+    built, x = model(), prompt()
+    text = [*x[0].tolist(), *generate(built, x, 40, temperature=0).tokens[0].tolist()]
+    with pytest.raises(ValueError, match=r"TooMany.propose must return at most \d+ tokens; got \d+$"):
+        list(islice(stream(built, x, 12, temperature=0, drafts=TooMany(text)), 30))
 
 
 def test_time_is_what_stops_drafts(monkeypatch):

@@ -1,5 +1,6 @@
 """Bad runs are refused in one line before anything runs; good ones have stable names."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -55,7 +56,10 @@ def test_a_config_of_any_depth_is_made_at_once():
         ({"warmup": "1.5"}, "warmup is a share of the steps, 0 to 1; got 1.5"),
         ({"stop_at": "2"}, "stop_at is an accuracy above 0 and at most 1, or none; got 2"),
         ({"precision": "fp16"}, "unknown precision 'fp16'"),
+        ({"weight_decay": "nan"}, "weight_decay must be finite; got nan"),
+        ({"learning_rate": "inf"}, "learning_rate must be finite; got inf"),
         ({"seed": "-1"}, "seed must be at least 0"),
+        ({"seed": str(2**63)}, "seed must be below 2**63; got 9223372036854775808"),
     ],
     ids=str,
 )
@@ -63,6 +67,44 @@ def test_refused(fields, message):
     assert message in refusal(
         lambda: override(RecallConfig(SOFTMAX), [f"{key}={value}" for key, value in fields.items()])
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight_decay": "0.1"}, "weight_decay must be a number; got '0.1'"),
+        ({"weight_decay": math.inf}, "weight_decay must be finite; got inf"),
+        ({"learning_rate": True}, "learning_rate must be a number; got True"),
+        ({"learning_rate": 10**400}, "learning_rate must be finite; got 1000"),
+        ({"warmup": None}, "warmup must be a number; got None"),
+        ({"stop_at": "0.9"}, "stop_at must be a number; got '0.9'"),
+        ({"train": ("mqar",)}, "train must be a RecallTask or an OwnTask, or several of them; got ('mqar',)"),
+        ({"test": "mqar"}, "test must be a RecallTask or an OwnTask, or several of them; got 'mqar'"),
+        ({"architecture": None}, "architecture must be an Architecture; got None"),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused(fields, message):
+    assert refusal(lambda: RecallConfig(**{"architecture": SOFTMAX} | fields)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"label": None}, "a label is made of letters, digits, spaces and . , = + ( ) -; got None"),
+        ({"positions": "no"}, "positions must be true or false; got 'no'"),
+        ({"mixers": ("softmax",)}, "mixers is a tuple of at least one MixerConfig; got ('softmax',)"),
+        ({"mixers": MixerConfig("softmax")}, "mixers is a tuple of at least one MixerConfig; got MixerConfig"),
+    ],
+    ids=str,
+)
+def test_an_architecture_of_another_type_is_refused(fields, message):
+    assert refusal(lambda: replace(SOFTMAX, **fields)).startswith(message)
+
+
+def test_a_single_task_needs_no_tuple():
+    config = RecallConfig(SOFTMAX, train=RecallTask(pairs=2), test=RecallTask(pairs=8))
+    assert config == RecallConfig(SOFTMAX, train=(RecallTask(pairs=2),), test=(RecallTask(pairs=8),))
 
 
 def test_refused_together():

@@ -54,6 +54,7 @@ def test_passes_split_a_batch():
         ({"warmup_steps": 2000}, ValueError, "warmup_steps must be at most training.steps, got 2000 and 1000"),
         ({"learning_rate": 0}, ValueError, "training.learning_rate must be above 0, got 0"),
         ({"learning_rate": float("nan")}, ValueError, "training.learning_rate must be finite, got nan"),
+        ({"learning_rate": 10**400}, ValueError, "training.learning_rate must be finite, got 1000"),
         ({"learning_rate": "1e-3"}, TypeError, "training.learning_rate must be a number, got '1e-3'"),
         ({"clip": 0.0}, ValueError, "training.clip must be above 0, got 0.0"),
         ({"weight_decay": -0.1}, ValueError, "training.weight_decay must be at least 0, got -0.1"),

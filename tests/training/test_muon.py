@@ -324,6 +324,19 @@ def test_the_state_is_that_of_one_optimizer(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), copy.parameters(), strict=True))
 
 
+def test_parameters_that_are_added_later_move_as_by_adamw():
+    first, late, alike = (nn.Parameter(drawn(64, 64, seed=seed)) for seed in (0, 1, 1))
+    muon = Muon([(first, [64])], [{"params": []}], lr=0.1, weight_decay=0.2, betas=(0.8, 0.9))
+    muon.add_param_group({"params": [late], "weight_decay": 0.3})
+    adamw = torch.optim.AdamW([alike], lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
+    for step in range(2):
+        for each in (first, late, alike):
+            each.grad = drawn(64, 64, seed=2 + step)
+        muon.step()
+        adamw.step()
+    assert torch.equal(late, alike) and not torch.equal(late, drawn(64, 64, seed=1))
+
+
 def test_a_closure_gives_the_loss():
     weight = nn.Parameter(drawn(64, 64))
     optimizer = Muon([(weight, [64])], [{"params": []}], lr=0.1, weight_decay=0.0)

@@ -118,7 +118,7 @@ class SympowCache(Cache):
         columns: the number of tokens seen, including tokens that the mask leaves out.
         before: the number of tokens read before these, and their hash, if the cache comes from a context file.
         most: the number of tokens that `generate` reads at most, those before included; None: any number.
-        padded: whether the mask has left out a token of a sequence.
+        left_out: the number of tokens of each sequence that the mask has left out.
     """
 
     def __init__(self, config: Any):
@@ -127,7 +127,7 @@ class SympowCache(Cache):
         self.columns = 0
         self.before = (0, NO_TOKENS)
         self.most: int | None = None
-        self.padded = False
+        self.left_out: list[int] = []
         self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
 
@@ -188,6 +188,32 @@ class SympowCache(Cache):
         """Returns whether a forward has filled the cache."""
         return bool(self.groups)
 
+    @property
+    def padded(self) -> bool:
+        """Returns whether the mask has left out a token of a sequence."""
+        return any(self.left_out)
+
+    def check_mask(self, mask: Tensor | None, time: int) -> None:
+        """Raises ValueError for an attention mask that leaves out other tokens than those that were not read.
+
+        A state cannot take tokens back. So it has read the padding that `generate` writes behind the end of a row.
+
+        Args:
+            mask: [B, S]; the last `time` columns are new, and those before them are what the cache has seen. A mask of
+                fewer columns is not checked. None: it leaves out no new token.
+            time: the number of new columns.
+        """
+        first = 0 if mask is None else mask.shape[1] - time - self.columns
+        if mask is None or first < 0 or mask.shape[0] != len(self.left_out):
+            return
+        given = (mask[:, first : first + self.columns] == 0).sum(1).tolist()
+        for row, (wanted, own) in enumerate(zip(given, self.left_out, strict=True)):
+            if wanted != own:
+                raise ValueError(
+                    f"attention_mask leaves out {wanted} of the {self.columns} tokens before, in row {row}, and "
+                    f"past_key_values was made without {own} of them: a state cannot take tokens back"
+                )
+
     def states(self, group: int) -> list[MixerState | None]:
         """Returns the states of a group, one for each block."""
         return [layer.states[group] for layer in self.layers]
@@ -203,12 +229,11 @@ class SympowCache(Cache):
         Raises ValueError if the cache has another number of sequences.
         """
         self.settle()
-        self.padded |= counts is not None
         if not self.groups:
             self.groups = [list(range(rows))]
             for layer in self.layers:
                 layer.states = [None]
-        if self.batch_size != rows:
+        if sum(map(len, self.groups)) != rows:
             raise ValueError(f"past_key_values holds {self.batch_size} rows; the batch has {rows}")
         found: list[Part] = []
         for number, group in enumerate(self.groups):
@@ -221,9 +246,12 @@ class SympowCache(Cache):
                 found.append((index, kept))
         return found
 
-    def fill(self, parts: Sequence[Part], time: int) -> None:
-        """Stores the groups and states after a forward pass over `time` columns."""
+    def fill(self, parts: Sequence[Part], time: int, counts: Sequence[int] | None = None) -> None:
+        """Stores the groups and states after a forward pass over `time` columns; `counts` as for `parts`."""
         self.columns += time
+        rows = sum(len(index) for index, _ in parts)
+        before = self.left_out or [0] * rows
+        self.left_out = before if counts is None else [own + time - n for own, n in zip(before, counts, strict=True)]
         if len(parts) > 1:
             parts = _joined(parts)
         self.groups = [rows for rows, _ in parts]
@@ -244,6 +272,7 @@ class SympowCache(Cache):
                 places = [place for _, place in chosen]
                 parts.append(([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)]))
         if self.groups:
+            self.left_out = [self.left_out[int(old)] for old in index]
             self.fill(parts, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -265,7 +294,7 @@ class SympowCache(Cache):
     def reset(self) -> None:
         """Forgets all tokens: the cache is as new."""
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
-        self._slots, self.padded, self.most = None, False, None
+        self._slots, self.left_out, self.most = None, [], None
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -26,7 +27,8 @@ class SympowConfig(PreTrainedConfig):
     A config.json may name mixers by import path. Such a model is only checked when it is made, because the check would
     import the modules of the mixers; `sympow.layers.trust_code` says who may do this.
 
-    Raises ValueError for a model that `ModelConfig` refuses.
+    Raises ValueError for a model that `ModelConfig` refuses, and for other fields of `ModelConfig` outside of `model`,
+    which transformers would keep without an effect.
     """
 
     model_type = "sympow"
@@ -40,6 +42,10 @@ class SympowConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        own = {entry.name for entry in fields(ModelConfig)} - {"vocab_size"}
+        if misplaced := sorted(own & kwargs.keys()):
+            where = "SympowConfig(model=ModelConfig(...))"
+            raise ValueError(f"{misplaced[0]} is a field of the model, as in {where}; got it outside")
         model = preset("mini", vocab_size=256) if self.model is None else self.model
         if isinstance(model, ModelConfig):
             self.model = model.to_dict()

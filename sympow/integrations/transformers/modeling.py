@@ -150,7 +150,8 @@ class SympowModel(SympowPreTrainedModel):
 
         Args:
             input_ids: int64 [B, T], T >= 1. Exactly one of `input_ids` and `inputs_embeds` is given.
-            attention_mask: [B, S >= T], 0 for tokens to leave out; the last T columns are those of the tokens.
+            attention_mask: [B, S >= T], 0 for tokens to leave out; the last T columns are those of the tokens. Columns
+                before them are those of the tokens that the cache has seen, if there are as many.
             position_ids: [B or 1, T]; a position that is not greater than the one before it begins a document. Without
                 such a position they change nothing: the position of a token is the number of tokens read before it.
             past_key_values: the cache to continue; it is changed.
@@ -172,6 +173,9 @@ class SympowModel(SympowPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         given = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        name, axes = ("input_ids", "[B, T]") if inputs_embeds is None else ("inputs_embeds", "[B, T, d]")
+        if given.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name} must be {axes}; got {list(given.shape)}")
         rows, time = given.shape[:2]
         keep = kept(attention_mask, rows, time)
         starts = None if cu_seq_lens_q is not None else document_starts(position_ids, seq_idx, keep, rows, time)
@@ -187,6 +191,7 @@ class SympowModel(SympowPreTrainedModel):
                 how = "cu_seq_lens_q" if cu_seq_lens_q is not None else "position_ids that start again"
                 raise ValueError(f"packed documents ({how}) are computed without a cache: use_cache=False")
             past_key_values = SympowCache(self.config) if past_key_values is None else past_key_values
+            past_key_values.check_mask(attention_mask, time)
             hidden = self._continue(x, input_ids, keep, past_key_values, output_hidden_states)
         else:
             hidden = self._whole(x, input_ids, keep, cu_seq_lens_q, starts, output_hidden_states)
@@ -264,7 +269,7 @@ class SympowModel(SympowPreTrainedModel):
         parts = cache.parts(rows, counts, time)
         if len(parts) == 1 and keep is None and parts[0][0] == list(range(rows)):
             hidden, states = self._step(x, tokens, parts[0][1], 0, every)
-            cache.fill([(parts[0][0], states)], time)
+            cache.fill([(parts[0][0], states)], time, counts)
             return hidden
         after = []
         results: list[Tensor] = []
@@ -285,7 +290,7 @@ class SympowModel(SympowPreTrainedModel):
             results = [r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)]
         if not results:  # nothing but padding
             results = [torch.zeros_like(x) for _ in range(len(self.layers) + 1 if every else 1)]
-        cache.fill(after, time)
+        cache.fill(after, time, counts)
         return results
 
     def _step(
@@ -378,6 +383,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             **kwargs: `cu_seq_lens_q` and `seq_idx` as for `SympowModel.forward`; others are not read.
         """
         past_key_values = one_cache(past_key_values, cache)
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be at least 0; got {logits_to_keep}")
         logits = None
         if input_ids is not None and labels is None and use_cache is not False and not output_hidden_states:
             logits = logits_by_graph(self, input_ids, attention_mask, past_key_values, logits_to_keep)

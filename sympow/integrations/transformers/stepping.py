@@ -53,4 +53,5 @@ def logits_by_graph(
         return None
     if model.config.output_hidden_states or kept(mask, *tokens.shape) is not None:
         return None
+    cache.check_mask(mask, 1)
     return cache.stepped(tokens, ModelSteps(model))

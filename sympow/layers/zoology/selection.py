@@ -5,6 +5,7 @@ A few such layers among BaseConv ones are the hybrids of Zoology; selecting ever
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Unpack, cast
 
@@ -110,8 +111,8 @@ class SelectiveAttention(AttentionMixer):
             raise ValueError(f"whole_row is an option of learned selection; got selection {selection!r}")
         if not 0 < probability <= 1:
             raise ValueError(f"probability must be above 0 and at most 1; got {probability!r}")
-        if noise < 0:
-            raise ValueError(f"noise must be at least 0; got {noise!r}")
+        if not 0 <= noise < math.inf:
+            raise ValueError(f"noise must be finite and at least 0; got {noise!r}")
         self.selection, self.top_k, self.probability, self.noise = selection, top_k, probability, noise
         self.reads_tokens = selection == "programmatic"
         self.whole_row, self.causal = whole_row, not whole_row
