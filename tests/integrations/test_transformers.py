@@ -372,11 +372,14 @@ def test_a_mask_that_takes_tokens_of_a_cache_back_is_refused(tokens):
     for rows in (slice(None), [0, 1]):
         cache = copy.deepcopy(first.past_key_values)
         cache.batch_select_indices(torch.arange(4)[rows])
+        assert not cache.takes_a_token(longer[rows][:, : count + 1])
         with pytest.raises(ValueError, match=message):
             model.generate(more[rows], attention_mask=longer[rows], past_key_values=cache, **options)
         with pytest.raises(ValueError, match=message):
             model(more[rows][:, count:], attention_mask=longer[rows], past_key_values=cache)
     first.past_key_values.batch_select_indices(torch.tensor([1, 2, 3]))
+    assert first.past_key_values.takes_a_token(longer[1:, : count + 1])
+    assert not first.past_key_values.takes_a_token(longer[1:, :count])
     model(more[1:, count:], attention_mask=longer[1:], past_key_values=first.past_key_values)
 
 

@@ -193,6 +193,15 @@ class SympowCache(Cache):
         """Returns whether the mask has left out a token of a sequence."""
         return any(self.left_out)
 
+    def takes_a_token(self, mask: Tensor) -> bool:
+        """Returns whether an attention mask [B, S] adds one token to every sequence and leaves out what was not read.
+
+        Where it does not, `check_mask` and the forward of several tokens say what is wrong.
+        """
+        if mask.ndim != 2 or len(mask) != len(self.left_out) or mask.shape[1] <= self.columns:
+            return False
+        return (mask[:, -self.columns - 1 :] != 1).sum(1).tolist() == self.left_out  # one wait for the device
+
     def check_mask(self, mask: Tensor | None, time: int) -> None:
         """Raises ValueError for an attention mask that leaves out other tokens than those that were not read.
 

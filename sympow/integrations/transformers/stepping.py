@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sympow.integrations.transformers.cache import SympowCache
-from sympow.integrations.transformers.padding import kept
 from sympow.layers import MixerState
 from sympow.models import ModelState
 
@@ -51,7 +50,6 @@ def logits_by_graph(
         return None
     if not isinstance(cache, SympowCache) or not isinstance(logits_to_keep, int) or torch.compiler.is_compiling():
         return None
-    if model.config.output_hidden_states or kept(mask, *tokens.shape) is not None:
+    if model.config.output_hidden_states or not (mask is None or cache.takes_a_token(mask)):
         return None
-    cache.check_mask(mask, 1)
     return cache.stepped(tokens, ModelSteps(model))
