@@ -129,7 +129,7 @@ def stream(
             prompt has one row, and an object of drafts serves one stream at a time.
 
     Raises ValueError for arguments out of range and TypeError for a prompt, a context or drafts of another type, both
-    at the call; ValueError for tokens outside the vocabulary with the first token.
+    at the call; ValueError for tokens outside the vocabulary, and for logits that are not finite, with the first token.
     """
     if not isinstance(prompt, Tensor):
         raise TypeError(f"prompt must be a torch.Tensor, int64 [B, T]; got {type(prompt).__name__}")
@@ -238,6 +238,8 @@ def _steps(
             logits, state = model.step(piece, state)
     if logits is None:
         raise RuntimeError("nothing was read before the first token was drawn")
+    if not bool(logits.isfinite().all()):  # the likeliest token of NaN would be the first one of the vocabulary
+        raise ValueError("the logits behind the prompt are not finite: the weights of the model hold NaN or inf")
     token = draw(logits)
     yield Drawn(token, partial(_same, state))
     if drafts is not None:

@@ -152,6 +152,15 @@ def test_bad_arguments_are_refused(options, message):
             next(steps)
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_that_computes_nan_is_refused(temperature):
+    """The likeliest token would be the first one of the vocabulary."""
+    built = model()
+    torch.nn.init.constant_(built.final_norm.weight, math.nan)
+    with pytest.raises(ValueError, match="logits behind the prompt are not finite: the weights of the model hold NaN"):
+        generate(built, prompt(), 3, temperature=temperature)
+
+
 def test_a_prompt_that_is_no_tensor_is_refused():
     with pytest.raises(TypeError, match=r"prompt must be a torch.Tensor, int64 \[B, T\]; got list"):
         generate(model(), [1, 2], 3)
