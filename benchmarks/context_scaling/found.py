@@ -5,7 +5,7 @@ runs.csv has a row a run, positions.csv its losses by position along training, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from operator import sub, truediv
 from pathlib import Path
@@ -28,6 +28,14 @@ KEY = tuple(each.name for each in fields(Run))
 def run_of(row: Row) -> Run:
     """Returns the run of a row of runs.csv."""
     return Run(**{name: row[name] for name in KEY})
+
+
+def along(run: Run, positions: Iterable[Row]) -> dict[int, float]:
+    """Returns the losses along training by tokens, of the fewest documents, in rows as trained; {} without any."""
+    rows = [row for row in positions if row["evaluated_context"] == run.context]
+    least = min((row["documents"] for row in rows), default=0)
+    return {row["step"] * run.documents * DOCUMENT: row["held_out_loss"]
+            for row in rows if row["documents"] == least}  # fmt: skip
 
 
 class Found:
@@ -76,11 +84,7 @@ class Found:
         curves: list[dict[int, float]] = [{}]
         for corpus, seed in self.rows(run):
             if seed == run.seed:
-                rows = self._positions.get((run.name, corpus), [])
-                rows = [row for row in rows if row["evaluated_context"] == run.context]
-                least = min((row["documents"] for row in rows), default=0)
-                curves.append({row["step"] * run.documents * DOCUMENT: row["held_out_loss"]
-                               for row in rows if row["documents"] == least})  # fmt: skip
+                curves.append(along(run, self._positions.get((run.name, corpus), [])))
         return max(curves, key=len)
 
     def speed(self, variant: str, context: int, mode: str = "compiled") -> int | None:

@@ -12,13 +12,13 @@ from typing import Any
 from benchmarks.bigram import not_learned
 from benchmarks.common.intervals import interval
 from benchmarks.common.measure import known, read
-from benchmarks.context_scaling.found import Found
+from benchmarks.context_scaling.found import Found, along
 from benchmarks.context_scaling.grid import BILLION, DOCUMENT, LONG, MIDDLE, SHORT, LearningRun, Run, recipe
 from benchmarks.context_scaling.speed import SEQUENCES
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
-from benchmarks.pages.learning_tables import LABELS, best_rows
+from benchmarks.pages.learning_tables import LABELS, PAPERS, POWERS, best_rows
 from benchmarks.pages.prose import table
 from sympow.evaluation.plot import curve_style, empty_figure, move, panels, set_grid, shared_legend, told_seeds
 from sympow.recall.results import group
@@ -42,6 +42,7 @@ TREND = (SHORT, MIDDLE, LONG, BILLION)  # tokens of training
 FIVE = ("softmax_gate", "hybrid_heads_delta", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
+POWERS_RATE = 4e-3  # the best one of three of the four models of [SPT]
 BESIDE = 3  # points between the marks of two models in the figure of the trend
 
 
@@ -59,9 +60,10 @@ class Evidence:
         corpus = max(names, key=names.count, default="")
         rows = [row for row in rows if row["corpus"] == corpus and row["variant"] in MODELS]
         self._rows = rows
+        positions = [row for row in known(results / "learning_positions.csv") if row["corpus"] == corpus]
         self._positions = {(row["run"], row["evaluated_context"]): row["held_out_loss"]
-                           for row in known(results / "learning_positions.csv")
-                           if row["corpus"] == corpus and row["documents"] == 16}  # fmt: skip
+                           for row in positions if row["documents"] == 16}  # fmt: skip
+        self._along = {name: rows for (name,), rows in group(positions, "run").items()}
         self._found = Found(results / "context_scaling")
 
     def settings(self) -> list[tuple[int, int]]:
@@ -104,6 +106,11 @@ class Evidence:
     def along(self, variant: str, context: int) -> dict[int, float]:
         """Returns the losses along training of the run of a study with AdamW, 30 million tokens and seed 0."""
         return self._found.along(Run(variant, context))
+
+    def along_muon(self, variant: str, rate: float) -> dict[int, float]:
+        """Returns the losses along training of the run with Muon in rows of 4,096 tokens, as `along` does."""
+        run = LearningRun(variant, TRAINED_AT, SHORT, learning_rate=rate, optimizer="muon")
+        return along(run, self._along.get(run.name, []))
 
     def timed_on(self) -> str:
         """Returns the processors on which speeds were measured."""
@@ -286,6 +293,23 @@ def draw_conformal(evidence: Evidence, p: int) -> Any:
     return figure
 
 
+def draw_powers(evidence: Evidence) -> Any:
+    """Returns the figure of [SPT], section 2: losses along training of the powers and of softmax attention."""
+    figure = empty_figure("figures", (7.6, 3.4))
+    axis = figure.subplots()
+    for place, variant in enumerate(POWERS):
+        curve = evidence.along_muon(variant, POWERS_RATE)
+        label = PAPERS[variant]
+        style = curve_style(place) | {"markersize": 4, "label": label}
+        axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
+    axis.set_xlabel("million tokens of training")
+    axis.set_ylabel("loss, nats")
+    figure.suptitle(f"{TRAINED_AT:,} tokens of context, Muon with the rate {POWERS_RATE:g}, one run each", fontsize=10)
+    set_grid([axis])
+    shared_legend(figure, [axis])
+    return figure
+
+
 def use_table(results: Path) -> str:
     """Returns a row for each model that was measured, by context and tokens of training; a sentence without rows.
 
@@ -340,11 +364,12 @@ def _less(ours: list[Any], base: list[Any], measure: tuple[str, int], of_base: t
 
 FOLDER = "context_scaling"
 # In the folders of the pages.
-FIGURES = {
+FIGURES: dict[str, Callable[[Evidence], Any]] = {
     "context-scaling/choice.png": draw,
     "context-scaling/conformal_p4.png": partial(draw_conformal, p=4),
     "context-scaling/conformal_p2.png": partial(draw_conformal, p=2),
     "learning/trend.png": draw_trend,
+    "learning/powers.png": draw_powers,
 }
 
 
