@@ -103,8 +103,10 @@ def _same_versions(part: Part) -> list[str | None]:
     for at in found:  # grows while it is read
         for line in same_lines():
             own, base = (line["commit"], line["code"]), (line["base"], line["base_code"])
-            for (commit, code), (other, _) in ((own, base), (base, own)):
-                if other not in found and _is_code_at(at, part, commit, code):
+            for (commit, code), (other, other_code) in ((own, base), (base, own)):
+                if other in found or other_code != code_hash(part.name, other):
+                    continue
+                if _is_code_at(at, part, commit, code):
                     found.append(other)
     return found
 

@@ -42,7 +42,7 @@ TREND = (SHORT, MIDDLE, LONG, BILLION)  # tokens of training
 FIVE = ("softmax_gate", "hybrid_heads_delta", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
-POWERS_RATE = 4e-3  # the best one of three of the four models of [SPT]
+POWERS_RATE = 4e-3  # the best rate of all models of [SPT] but p = 2
 BESIDE = 3  # points between the marks of two models in the figure of the trend
 
 
@@ -280,12 +280,8 @@ def draw_conformal(evidence: Evidence, p: int) -> Any:
         variants = {"softmax_plain": "softmax attention", f"published_p{p}": "power attention",
                     f"published_p{p}_gated": "with a gate",
                     f"conformal_p{p}": "with a gate and a learned rotation"}  # fmt: skip
-        for place, (variant, label) in enumerate(variants.items()):
-            curve = evidence.along(variant, context)
-            style = curve_style(place) | {"markersize": 4, "label": label}
-            axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
+        _draw_along(axis, {label: evidence.along(variant, context) for variant, label in variants.items()})
         axis.set_title(f"{context:,} tokens", fontsize=10)
-        axis.set_xlabel("million tokens of training")
     axes[0].set_ylabel("loss, nats")
     figure.suptitle(f"p = {p}, one run each", fontsize=10)
     set_grid(axes)
@@ -297,17 +293,20 @@ def draw_powers(evidence: Evidence) -> Any:
     """Returns the figure of [SPT], section 2: losses along training of the powers and of softmax attention."""
     figure = empty_figure("figures", (7.6, 3.4))
     axis = figure.subplots()
-    for place, variant in enumerate(POWERS):
-        curve = evidence.along_muon(variant, POWERS_RATE)
-        label = PAPERS[variant]
-        style = curve_style(place) | {"markersize": 4, "label": label}
-        axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
-    axis.set_xlabel("million tokens of training")
+    _draw_along(axis, {PAPERS[variant]: evidence.along_muon(variant, POWERS_RATE) for variant in POWERS})
     axis.set_ylabel("loss, nats")
     figure.suptitle(f"{TRAINED_AT:,} tokens of context, Muon with the rate {POWERS_RATE:g}, one run each", fontsize=10)
     set_grid([axis])
     shared_legend(figure, [axis])
     return figure
+
+
+def _draw_along(axis: Any, curves: dict[str, dict[int, float]]) -> None:
+    """Draws losses by tokens of training, by label."""
+    for place, (label, curve) in enumerate(curves.items()):
+        style = curve_style(place) | {"markersize": 4, "label": label}
+        axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
+    axis.set_xlabel("million tokens of training")
 
 
 def use_table(results: Path) -> str:

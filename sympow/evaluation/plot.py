@@ -124,7 +124,7 @@ def shared_legend(figure: Any, axes: Sequence[Any], last: str = "") -> None:
             handles.setdefault(label, handle)
     if last in handles:
         handles[last] = handles.pop(last)
-    for columns in range(len(handles), 0, -1):
+    for columns in range(min(len(handles), 6), 0, -1):
         look = {"loc": "outside lower center", "ncols": columns, "fontsize": 9}
         legend = figure.legend(handles.values(), handles.keys(), **look)
         box = legend.get_window_extent()

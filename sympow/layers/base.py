@@ -26,7 +26,7 @@ from sympow.layers.state import (
     MixerState,
     check_batch,
     check_form,
-    counted,
+    checking_batch,
     form_of,
     try_by_copies,
 )
@@ -67,7 +67,7 @@ class Mixer(nn.Module, ABC):
         if "__init__" in vars(cls):
             cls.__init__ = explained(cls.__init__)  # type: ignore[method-assign]
         if "init_state" in vars(cls):
-            cls.init_state = counted(cls.init_state)  # type: ignore[method-assign]
+            cls.init_state = checking_batch(cls.init_state)  # type: ignore[method-assign]
 
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
+from numbers import Integral
 from types import UnionType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -129,24 +130,25 @@ def check_room(what: str, batch: int, size: int, weight: Tensor, device: Device)
     check_memory(f"a state of {what} for {sequences}", held, weight.device if device is None else device)
 
 
-def counted(init_state: Callable[..., MixerState]) -> Callable[..., MixerState]:
+def checking_batch(init_state: Callable[..., MixerState]) -> Callable[..., MixerState]:
     """Returns the method `init_state` of a mixer with an error for a `batch_size` that is no number of sequences.
 
     It raises TypeError for what is no integer, and ValueError for a negative one.
     """
 
     @wraps(init_state)
-    def counting(self: Any, batch_size: int, **options: Any) -> MixerState:
+    def checked(self: Any, batch_size: int, *rest: Any, **options: Any) -> MixerState:
         _check_count("batch_size", batch_size)
-        return init_state(self, batch_size, **options)
+        return init_state(self, batch_size, *rest, **options)
 
-    return counting
+    return checked
 
 
 def of_tried(after: After, tokens: int) -> After:
-    """Returns `after` of a `try_step` of so many tokens, which refuses every number but 0 to `tokens`.
+    """Returns `after` of a `try_step` of so many tokens, which accepts only 0 to `tokens`.
 
-    It raises TypeError for what is no integer, and ValueError for another number, of which a slice would make a state.
+    It raises TypeError for what is no integer, and ValueError for another number, because slicing would return a wrong
+    state.
     """
 
     def state_after(n: int) -> Any:
@@ -159,8 +161,8 @@ def of_tried(after: After, tokens: int) -> After:
 
 
 def _check_count(name: str, value: object) -> None:
-    """Raises TypeError for what is no integer, and ValueError for a negative one."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    """Raises TypeError for what is no integer, also of NumPy or of a compiler, and ValueError for a negative one."""
+    if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
         raise TypeError(f"{name} must be an integer; got {value!r}")
     if value < 0:
         raise ValueError(f"{name} must be at least 0; got {value}")

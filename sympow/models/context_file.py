@@ -88,8 +88,10 @@ def save_context(
     path, save_file = Path(path), _safetensors().torch.save_file
     try:
         _fitted(context.state, context.logits, model, context.rows, context.tokens)
+    except torch.OutOfMemoryError:
+        raise
     except _WRONG as error:
-        raise ContextError(f"cannot write the context {path}: it is not of this model: {_line(error)}") from error
+        raise ContextError(f"cannot write the context {path}: {_line(error)}") from error
     packed = serialize(context.state, dtype)
     tensors = {name: _owned(tensor) for name, tensor in packed.tensors.items()}
     if context.logits is not None:
@@ -174,8 +176,9 @@ def _fitted(state: Any, logits: Tensor | None, model: LanguageModel, rows: int, 
     wanted = [rows, model.config.vocab_size]
     if logits is not None and (list(logits.shape) != wanted or not logits.is_floating_point()):
         raise ValueError(f"expected logits {wanted} of the next token, got {logits.dtype} {list(logits.shape)}")
-    found: ModelState = fitted(state, model.init_state(1))
-    for layer, block in zip(found.layers, model.init_state(1).layers, strict=True):
+    like = model.init_state(1)
+    found: ModelState = fitted(state, like)
+    for layer, block in zip(found.layers, like.layers, strict=True):
         check_form(layer, form_of(block))
         check_batch(layer, rows)
         check_read(layer, tokens)

@@ -129,7 +129,8 @@ def stream(
             prompt has one row, and an object of drafts serves one stream at a time.
 
     Raises ValueError for arguments out of range and TypeError for a prompt, a context or drafts of another type, both
-    at the call; ValueError for tokens outside the vocabulary, and for logits that are not finite, with the first token.
+    at the call; with the first token ValueError for tokens outside the vocabulary, and for logits after the prompt that
+    are not finite.
     """
     if not isinstance(prompt, Tensor):
         raise TypeError(f"prompt must be a torch.Tensor, int64 [B, T]; got {type(prompt).__name__}")
@@ -239,7 +240,9 @@ def _steps(
     if logits is None:
         raise RuntimeError("nothing was read before the first token was drawn")
     if not bool(logits.isfinite().all()):  # the likeliest token of NaN would be the first one of the vocabulary
-        raise ValueError("the logits behind the prompt are not finite: the weights of the model hold NaN or inf")
+        raise ValueError(
+            "the logits after the prompt are not finite: the model's weights are not finite, or its numbers overflow"
+        )
     token = draw(logits)
     yield Drawn(token, partial(_same, state))
     if drafts is not None:

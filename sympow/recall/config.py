@@ -145,9 +145,10 @@ class RecallConfig:
             check_integer("batch_size", self.batch_size, 1)
         if self.seed >= 1 << 63:
             raise ValueError(f"seed must be below 2**63; got {self.seed}")
-        for name in ("learning_rate", "weight_decay", "warmup", "stop_at"):
-            if getattr(self, name) is not None or name != "stop_at":
-                check_number(name, getattr(self, name))
+        for name in ("learning_rate", "weight_decay", "warmup"):
+            check_number(name, getattr(self, name))
+        if self.stop_at is not None:
+            check_number("stop_at", self.stop_at)
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0; got {self.learning_rate!r}")
         check_optimizer(self.optimizer, self.muon_rate)

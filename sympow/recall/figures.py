@@ -249,10 +249,10 @@ def _line(
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
     x = [at for (at,), _ in points]
-    drawn = axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style | {"linestyle": "none"})
+    marks = style | {"linestyle": "none", "label": "_nolegend_"}
+    drawn = axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **marks)
     joined = [middle if every else nan for middle, every in zip(means, solved, strict=True)]
-    line = axis.plot(x, joined, color=style["color"], linestyle=style["linestyle"])
-    plot.move(axis, [*drawn.get_children(), *line], shift)
+    plot.move(axis, [*drawn.get_children(), *axis.plot(x, joined, **style)], shift)
 
 
 def _guess(rows: Sequence[Row]) -> float:

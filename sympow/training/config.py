@@ -1,11 +1,10 @@
 """Configurations of a run: `TrainingConfig`, `ExecutionConfig`, and `RunConfig`, which adds the model and the data."""
 
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sympow.data.config import DataConfig
-from sympow.fields import read_fields, unknown
+from sympow.fields import check_number, read_fields, unknown
 from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
@@ -420,7 +419,4 @@ def _check_integer(name: str, value: Any, least: int, group: str = "training") -
 
 
 def _check_number(name: str, value: Any, group: str = "training.") -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{group}{name} must be a number, got {value!r}")
-    if not abs(value) <= sys.float_info.max:  # also of an integer that no float holds
-        raise ValueError(f"{group}{name} must be finite, got {value!r:.40}")
+    check_number(f"{group}{name}", value)

@@ -71,7 +71,10 @@ class Muon(torch.optim.Optimizer):
         super().__init__([group, *self._adamw.param_groups], {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, see `torch.optim.Optimizer`. AdamW moves it, by its defaults where the group names none."""
+        """Adds a group, see `torch.optim.Optimizer`. AdamW updates it, with its defaults where the group names none.
+
+        The rate of the group is the first one until the next `set_learning_rate`.
+        """
         super().add_param_group(param_group if "rows" in param_group else self._adamw.defaults | param_group)
 
     @overload

@@ -67,6 +67,7 @@ TO_C = {"base": "b", "base_code": "of b", "commit": "c", "code": "of c"}
 def test_rows_hold_for_versions_with_the_same_results(present):
     assert present(TO_C, commit="b") and present({}, TO_C) and present(TO_C, {})
     assert present({"base": "c", "base_code": "of c", "commit": "a", "code": "of a"})
+    assert not present({"base": "c", "base_code": "of c", "commit": "a", "code": "of d"})
     assert not present({}) and not present(TO_C) and not present({}, TO_C, commit="d")
 
 

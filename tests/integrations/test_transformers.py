@@ -379,8 +379,23 @@ def test_a_mask_that_takes_tokens_of_a_cache_back_is_refused(tokens):
             model(more[rows][:, count:], attention_mask=longer[rows], past_key_values=cache)
     first.past_key_values.batch_select_indices(torch.tensor([1, 2, 3]))
     assert first.past_key_values.takes_a_token(longer[1:, : count + 1])
-    assert not first.past_key_values.takes_a_token(longer[1:, :count])
+    assert first.past_key_values.takes_a_token(torch.ones(3, 1))
     model(more[1:, count:], attention_mask=longer[1:], past_key_values=first.past_key_values)
+
+
+@torch.no_grad()
+def test_a_padded_cache_continues_without_a_mask(tokens):
+    """transformers then makes a mask of ones, which takes no token back."""
+    model, mask = hybrid(), torch.ones_like(tokens)
+    mask[0, :2] = 0
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(tokens, attention_mask=mask, **options)
+    more = torch.cat([first.sequences, tokens[:, :3]], 1)
+    longer = torch.cat([mask, torch.ones(4, 6, dtype=mask.dtype)], 1)
+    second = model.generate(more, past_key_values=copy.deepcopy(first.past_key_values), **options)
+    whole = model.generate(more, attention_mask=longer, **options)
+    assert torch.equal(second.sequences, whole.sequences)
+    assert not first.past_key_values.takes_a_token(torch.ones(4, 1))
 
 
 @torch.no_grad()

@@ -413,6 +413,22 @@ def test_a_state_of_no_number_of_sequences_is_refused(case):
             mixer.init_state(batch)
 
 
+@torch.no_grad()
+def test_a_step_is_exported_for_any_number_of_sequences():
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer = MIXERS["power"](32, 2)
+
+        def forward(self, x):
+            return self.mixer.step(x, self.mixer.init_state(x.shape[0]))[0]
+
+    step, x = Step().eval(), torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(0))
+    sizes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    exported = torch.export.export(step, (x[:3],), dynamic_shapes=sizes, strict=False)
+    assert torch.equal(exported.module()(x), step(x))
+
+
 @pytest.mark.parametrize("case", STEPPED)
 @torch.no_grad()
 def test_only_as_many_tokens_as_were_tried_can_be_kept(case):

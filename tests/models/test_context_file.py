@@ -243,7 +243,7 @@ def test_a_context_that_could_not_be_loaded_is_not_written(tmp_path):
         (Context.begin(built, rows=0), "expected at least one row; got 0$"),
         (replace(whole, logits=whole.logits[:, 1:]), r"expected logits \[1, 61\] of the next token, got .* \[1, 60\]$"),
     ):
-        with pytest.raises(ContextError, match=f"cannot write the context {file}: it is not of this model: {message}"):
+        with pytest.raises(ContextError, match=f"cannot write the context {file}: {message}"):
             save_context(file, built, context)
         assert not list(tmp_path.iterdir())
 

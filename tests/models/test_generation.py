@@ -157,7 +157,7 @@ def test_a_model_that_computes_nan_is_refused(temperature):
     """The likeliest token would be the first one of the vocabulary."""
     built = model()
     torch.nn.init.constant_(built.final_norm.weight, math.nan)
-    with pytest.raises(ValueError, match="logits behind the prompt are not finite: the weights of the model hold NaN"):
+    with pytest.raises(ValueError, match="logits after the prompt are not finite: the model's weights"):
         generate(built, prompt(), 3, temperature=temperature)
 
 

@@ -423,7 +423,7 @@ def test_runs_before_the_field_are_runs_of_adamw(tmp_path, make_wide):
     [
         ({"optimizer": "moun"}, r"unknown training\.optimizer 'moun'; did you mean 'muon'\? known: adamw, muon"),
         ({"optimizer": "muon", "muon_rate": 0.0}, r"training\.muon_rate must be above 0, got 0\.0"),
-        ({"optimizer": "muon", "muon_rate": float("nan")}, r"training\.muon_rate must be finite, got nan"),
+        ({"optimizer": "muon", "muon_rate": float("nan")}, r"training\.muon_rate must be finite; got nan"),
         ({"muon_rate": 2.0}, r"training\.muon_rate is for training\.optimizer = 'muon' only, got 2\.0 and 'adamw'"),
     ],
 )

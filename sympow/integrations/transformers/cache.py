@@ -194,18 +194,16 @@ class SympowCache(Cache):
         return any(self.left_out)
 
     def takes_a_token(self, mask: Tensor) -> bool:
-        """Returns whether an attention mask [B, S] adds one token to every sequence and leaves out what was not read.
-
-        Where it does not, `check_mask` and the forward of several tokens say what is wrong.
-        """
-        if mask.ndim != 2 or len(mask) != len(self.left_out) or mask.shape[1] <= self.columns:
+        """Returns whether no token was left out so far, and an attention mask [B, S] leaves out none."""
+        if self.padded or mask.ndim != 2 or len(mask) != len(self.left_out) or not mask.shape[1]:
             return False
-        return (mask[:, -self.columns - 1 :] != 1).sum(1).tolist() == self.left_out  # one wait for the device
+        return bool((mask[:, -self.columns - 1 :] == 1).all())  # one wait for the device
 
     def check_mask(self, mask: Tensor | None, time: int) -> None:
-        """Raises ValueError for an attention mask that leaves out other tokens than those that were not read.
+        """Raises ValueError for an attention mask that leaves out more tokens of a row than were left out before.
 
-        A state cannot take tokens back. So it has read the padding that `generate` writes behind the end of a row.
+        Only the numbers are compared. A state cannot take tokens back, and it has read the padding that `generate`
+        writes after the end of a row.
 
         Args:
             mask: [B, S]; the last `time` columns are new, and those before them are what the cache has seen. A mask of
@@ -217,7 +215,7 @@ class SympowCache(Cache):
             return
         given = (mask[:, first : first + self.columns] == 0).sum(1).tolist()
         for row, (wanted, own) in enumerate(zip(given, self.left_out, strict=True)):
-            if wanted != own:
+            if wanted > own:
                 raise ValueError(
                     f"attention_mask leaves out {wanted} of the {self.columns} tokens before, in row {row}, and "
                     f"past_key_values was made without {own} of them: a state cannot take tokens back"
@@ -258,8 +256,8 @@ class SympowCache(Cache):
     def fill(self, parts: Sequence[Part], time: int, counts: Sequence[int] | None = None) -> None:
         """Stores the groups and states after a forward pass over `time` columns; `counts` as for `parts`."""
         self.columns += time
-        rows = sum(len(index) for index, _ in parts)
-        before = self.left_out or [0] * rows
+        batch = sum(len(index) for index, _ in parts)
+        before = self.left_out or [0] * batch
         self.left_out = before if counts is None else [own + time - n for own, n in zip(before, counts, strict=True)]
         if len(parts) > 1:
             parts = _joined(parts)
