@@ -20,6 +20,7 @@ from benchmarks.context_scaling.labels import LABELS
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.learning import COLUMNS, LearningRun, run_of
 from benchmarks.pages import context_tables
+from benchmarks.pages.learning_tables import POWERS
 from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 
@@ -160,6 +161,14 @@ def test_the_choice_is_of_the_rows_of_learning(tmp_path):
     assert "| window of 1,024 | 1.400, one run |  |  | not timed | 9; 9; 9 | not timed |" in shown
     assert "| hybrid, power |  |  |  | not timed | 23; 117; 1,627 | not timed |" in shown
     context_tables.draw(context_tables.Evidence(tmp_path))
+
+
+def test_the_powers_have_losses_along_training():
+    evidence = context_tables.Evidence(RESULTS)
+    curves = {name: evidence.along_muon(name, context_tables.POWERS_RATE) for name in POWERS}
+    assert all(len(curve) == 8 and max(curve) == SHORT for curve in curves.values())
+    ends = {name: curve[SHORT] for name, curve in curves.items()}
+    assert sorted(ends, key=ends.get) == ["published_p6", "softmax_plain", "published_p4", "published_p2"]
 
 
 def test_bytes_are_those_of_the_states():
