@@ -175,7 +175,7 @@ def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iter
     """
     rows = iter(rows)
     first = list(islice(rows, 1))
-    # Without more of a buffer than a line, so that each line is on the disk at once.
+    # The buffer holds one line, so that each line is in the file at once.
     with naming(path), open(path, "w", newline="", encoding="utf-8", buffering=1) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sympow.data.config import DataConfig
-from sympow.fields import check_number, read_fields, unknown
+from sympow.fields import check_integer, check_number, read_fields, unknown
 from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
@@ -412,10 +412,7 @@ def check_optimizer(optimizer: Any, muon_rate: Any, group: str = "") -> None:
 
 
 def _check_integer(name: str, value: Any, least: int, group: str = "training") -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{group}.{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{group}.{name} must be at least {least}, got {value}")
+    check_integer(f"{group}.{name}", value, least)
 
 
 def _check_number(name: str, value: Any, group: str = "training.") -> None:

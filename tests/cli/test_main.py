@@ -389,7 +389,7 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
 
     assert refused("training.step=3").startswith("unknown field 'training.step'; did you mean 'training.steps'?")
     assert refused("training.steps=x") == "training.steps takes an integer, got 'x'"
-    assert refused("training.steps=-1") == "training.steps must be at least 1, got -1"
+    assert refused("training.steps=-1") == "training.steps must be at least 1; got -1"
     assert refused("steps") == "an override is written key=value, got 'steps'"
     assert "no option 'q'" in refused("model.mixers.0.options.q=1")
     assert refused("model.body=bert") == "model.body is one of gpt2, llama, rwkv7, got 'bert'"

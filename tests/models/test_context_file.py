@@ -248,6 +248,18 @@ def test_a_context_that_could_not_be_loaded_is_not_written(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+def test_a_lack_of_memory_is_no_wrong_context(tmp_path, monkeypatch):
+    built = model()
+    context = Context.begin(built).read(built, tokens())
+
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(built, "init_state", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        save_context(tmp_path / "x.ctx", built, context)
+
+
 def test_fifty_spoilt_files_are_refused(tmp_path):
     built, file = model(), tmp_path / "x.ctx"
     save_context(file, built, Context.begin(built).read(built, tokens(READ)))
