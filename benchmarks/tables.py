@@ -18,7 +18,7 @@ from statistics import median
 
 from benchmarks.common.code_hash import SAME, Part, is_present, part_of
 from benchmarks.common.measure import known, read
-from benchmarks.pages import context_tables
+from benchmarks.pages import context_tables, papers_figures
 from benchmarks.pages.learning_tables import learning_table
 from benchmarks.pages.mqar_tables import (
     convolutions_table,
@@ -458,7 +458,9 @@ def main() -> int:
         if not args.check:
             page.write_text(new)
     if not args.check:
-        context_tables.draw_all(RESULTS, ROOT / "docs" / "results")
+        evidence = context_tables.Evidence(RESULTS)
+        for name, figure in (context_tables.FIGURES | papers_figures.FIGURES).items():
+            figure(evidence).savefig(ROOT / "docs" / "results" / name, metadata={"Software": None})
     return int(args.check and late > 0)
 
 

@@ -30,12 +30,11 @@ def run_of(row: Row) -> Run:
     return Run(**{name: row[name] for name in KEY})
 
 
-def along(run: Run, positions: Iterable[Row]) -> dict[int, float]:
-    """Returns the losses along training by tokens, of the fewest documents, in rows as trained; {} without any."""
+def along(run: Run, positions: Iterable[Row]) -> dict[int, Row]:
+    """Returns the losses by position along training, by tokens, of the fewest documents, in rows as trained."""
     rows = [row for row in positions if row["evaluated_context"] == run.context]
     least = min((row["documents"] for row in rows), default=0)
-    return {row["step"] * run.documents * DOCUMENT: row["held_out_loss"]
-            for row in rows if row["documents"] == least}  # fmt: skip
+    return {row["step"] * run.documents * DOCUMENT: row for row in rows if row["documents"] == least}
 
 
 class Found:
@@ -76,12 +75,12 @@ class Found:
                 found[corpus, seed] = of_context[-1]
         return found
 
-    def along(self, run: Run) -> dict[int, float]:
+    def along(self, run: Run) -> dict[int, Row]:
         """Returns the losses along training by tokens, of the version of the corpus with most of them; {} without any.
 
         All are of the same documents, fewer than at the end.
         """
-        curves: list[dict[int, float]] = [{}]
+        curves: list[dict[int, Row]] = [{}]
         for corpus, seed in self.rows(run):
             if seed == run.seed:
                 curves.append(along(run, self._positions.get((run.name, corpus), [])))

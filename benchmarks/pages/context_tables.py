@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,9 +17,9 @@ from benchmarks.context_scaling.speed import SEQUENCES
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
-from benchmarks.pages.learning_tables import LABELS, PAPERS, POWERS, best_rows
+from benchmarks.pages.learning_tables import LABELS, best_rows, of_corpus
 from benchmarks.pages.prose import table
-from sympow.evaluation.plot import curve_style, empty_figure, move, panels, set_grid, shared_legend, told_seeds
+from sympow.evaluation.plot import empty_figure, move, panels, set_grid, shared_legend, told_seeds
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -42,7 +41,6 @@ TREND = (SHORT, MIDDLE, LONG, BILLION)  # tokens of training
 FIVE = ("softmax_gate", "hybrid_heads_delta", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
-POWERS_RATE = 4e-3  # the best rate of all models of [SPT] but p = 2
 BESIDE = 3  # points between the marks of two models in the figure of the trend
 
 
@@ -103,13 +101,13 @@ class Evidence:
         """Returns tokens a second of training or decoding, alone on a GPU; None where they were not timed."""
         return self._found.speed(variant, context, mode)
 
-    def along(self, variant: str, context: int) -> dict[int, float]:
-        """Returns the losses along training of the run of a study with AdamW, 30 million tokens and seed 0."""
+    def along(self, variant: str, context: int) -> dict[int, Row]:
+        """Returns the losses along training, by tokens, of the run of a study with AdamW, 30M tokens and seed 0."""
         return self._found.along(Run(variant, context))
 
-    def along_muon(self, variant: str, rate: float) -> dict[int, float]:
-        """Returns the losses along training of the run with Muon in rows of 4,096 tokens, as `along` does."""
-        run = LearningRun(variant, TRAINED_AT, SHORT, learning_rate=rate, optimizer="muon")
+    def along_muon(self, variant: str, context: int, rate: float) -> dict[int, Row]:
+        """Returns the losses along training, by tokens, of the run with Muon, 30 million tokens and seed 0."""
+        run = LearningRun(variant, context, SHORT, learning_rate=rate, optimizer="muon")
         return along(run, self._along.get(run.name, []))
 
     def timed_on(self) -> str:
@@ -271,44 +269,6 @@ def draw_trend(evidence: Evidence) -> Any:
     return figure
 
 
-def draw_conformal(evidence: Evidence, p: int) -> Any:
-    """Returns a figure of [CST], Figure 3 (p = 4) or 4 (p = 2): losses along training without and with a gate."""
-    contexts = (1024, 4096, 16_384)
-    figure = empty_figure("figures", (7.6, 3))
-    axes = figure.subplots(1, len(contexts))
-    for axis, context in zip(axes, contexts, strict=True):
-        variants = {"softmax_plain": "softmax attention", f"published_p{p}": "power attention",
-                    f"published_p{p}_gated": "with a gate",
-                    f"conformal_p{p}": "with a gate and a learned rotation"}  # fmt: skip
-        _draw_along(axis, {label: evidence.along(variant, context) for variant, label in variants.items()})
-        axis.set_title(f"{context:,} tokens", fontsize=10)
-    axes[0].set_ylabel("loss, nats")
-    figure.suptitle(f"p = {p}, one run each", fontsize=10)
-    set_grid(axes)
-    shared_legend(figure, axes)
-    return figure
-
-
-def draw_powers(evidence: Evidence) -> Any:
-    """Returns the figure of [SPT], section 2: losses along training of the powers and of softmax attention."""
-    figure = empty_figure("figures", (7.6, 3.4))
-    axis = figure.subplots()
-    _draw_along(axis, {PAPERS[variant]: evidence.along_muon(variant, POWERS_RATE) for variant in POWERS})
-    axis.set_ylabel("loss, nats")
-    figure.suptitle(f"{TRAINED_AT:,} tokens of context, Muon with the rate {POWERS_RATE:g}, one run each", fontsize=10)
-    set_grid([axis])
-    shared_legend(figure, [axis])
-    return figure
-
-
-def _draw_along(axis: Any, curves: dict[str, dict[int, float]]) -> None:
-    """Draws losses by tokens of training, by label."""
-    for place, (label, curve) in enumerate(curves.items()):
-        style = curve_style(place) | {"markersize": 4, "label": label}
-        axis.plot([tokens / 1e6 for tokens in curve], list(curve.values()), **style)
-    axis.set_xlabel("million tokens of training")
-
-
 def use_table(results: Path) -> str:
     """Returns a row for each model that was measured, by context and tokens of training; a sentence without rows.
 
@@ -325,6 +285,16 @@ def use_table(results: Path) -> str:
     ahead = READ_LENGTHS[1::3] if any(row["variant"] == CONTROL for row in rows) else ()
     heading += [f"loss of a window of 32 less its own at {length // 4:,} to {length - 1:,}" for length in ahead]
     heading.append("recalled, not repeated; at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS))
+    parts = []
+    for (corpus,), of_it in sorted(group(rows, "corpus").items()):
+        lines = _use_lines(of_it, measured, ahead)
+        parts += [f"Corpus: {of_corpus(corpus)}."] if len(group(rows, "corpus")) > 1 else []
+        parts.append(table(" | ".join(heading), lines))
+    return "\n\n".join(parts)
+
+
+def _use_lines(rows: list[Row], measured: dict[Any, list[Row]], ahead: Sequence[int]) -> list[list[str]]:
+    """Returns the lines of `use_table` of one corpus."""
     lines = []
     for (corpus, context, tokens, size), same in sorted(
         group(rows, "corpus", "context", "tokens", "size").items(), key=str
@@ -343,7 +313,7 @@ def use_table(results: Path) -> str:
             shares = [f"{mean(run['recalled', at]['value'] for run in own):.0%}" for at in (0, *READ_LENGTHS)]
             cells.append(f"{shares[0]}; {', '.join(shares[1:])}")
             lines.append(cells)
-    return table(" | ".join(heading), lines)
+    return lines
 
 
 def _values(rows: list[Row]) -> dict[Any, Any]:
@@ -365,10 +335,7 @@ FOLDER = "context_scaling"
 # In the folders of the pages.
 FIGURES: dict[str, Callable[[Evidence], Any]] = {
     "context-scaling/choice.png": draw,
-    "context-scaling/conformal_p4.png": partial(draw_conformal, p=4),
-    "context-scaling/conformal_p2.png": partial(draw_conformal, p=2),
     "learning/trend.png": draw_trend,
-    "learning/powers.png": draw_powers,
 }
 
 
@@ -388,10 +355,3 @@ SOURCES = {
     f"{FOLDER}/studies": (),
     "learning_context.csv": ("learning.csv",),
 }
-
-
-def draw_all(results: Path, beside: Path) -> None:
-    """Draws the figures into the folders of the pages."""
-    evidence = Evidence(results)
-    for name, figure in FIGURES.items():
-        figure(evidence).savefig(beside / name, metadata={"Software": None})

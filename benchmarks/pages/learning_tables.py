@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.bigram import not_learned
+from benchmarks.bigram import KERNEL, not_learned
 from benchmarks.context_scaling.grid import SHORT
 from benchmarks.pages.prose import table
 from sympow.recall.results import group
@@ -76,6 +76,7 @@ PAPERS = {
 }
 POWERS = ("softmax_plain", "published_p2", "published_p4", "published_p6")  # of [SPT], as published
 
+CORPORA = {KERNEL: "the kernel's source", "574 rows, 2ae8c335a818": "prose"}
 SIZES = {None: "", "tiny": ", tiny", "small": ", 85M block"}  # of the shape, behind the label
 ALONE = ("power_delta", "power", "softmax_gate", "window")  # mixers of all layers whose options were searched
 
@@ -85,15 +86,21 @@ def learning_table(rows: Sequence[Row]) -> str:
 
     The best rate is the one with the lowest mean loss among those with the most seeds. The ratio is the mean over the
     seeds that the control has at its best rate, too, with the lowest and the highest. There is a table for each corpus.
-    Then follow `search_table`, `papers_table` and `powers_table`.
+    Then follow, of the corpus of most runs, `search_table`, `papers_table` and `powers_table`.
     """
     every, rows = rows, [row for row in rows if row["status"] == "done" and row["variant"] in LABELS]
     corpora = group(rows, "corpus")
     parts = []
     for (corpus,), same in sorted(corpora.items()):
-        parts += [f"Corpus: {corpus}."] if len(corpora) > 1 else []
+        parts += [f"Corpus: {of_corpus(corpus)}."] if len(corpora) > 1 else []
         parts.append(_of_corpus(same))
+    every = max(group(every, "corpus").values(), key=len, default=[])
     return "\n\n".join([*parts, _about(rows), search_table(every), papers_table(every), powers_table(every)])
+
+
+def of_corpus(name: str) -> str:
+    """Returns what a corpus consists of, and its name."""
+    return f"{CORPORA[name]} ({name})" if name in CORPORA else name
 
 
 def _of_corpus(rows: Sequence[Row]) -> str:
@@ -110,7 +117,8 @@ def _of_corpus(rows: Sequence[Row]) -> str:
             rates = sorted({row["learning_rate"] for row in same if row["variant"] == variant})
             gains = [row["gain"] for row in own if row["gain"] is not None]
             cells = [f"{context:,}", f"{tokens / 1e6:,.0f}M", label + SIZES[size], optimizer,
-                     f"{own[0]['learning_rate']:g}", str(len(own)), marked(mean(row['held_out_loss'] for row in own)),
+                     f"{own[0]['learning_rate']:g}", str(len(own)),
+                     marked(mean(row['held_out_loss'] for row in own), rows[0]['corpus']),
                      _ratio(own, best.get(CONTROL, [])), f"{mean(gains):.2f}" if len(gains) == len(own) else "",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(cells)
@@ -183,9 +191,9 @@ def search_table(rows: Sequence[Row]) -> str:
     return table(heading, lines, left=(0, 1))
 
 
-def marked(loss: float) -> str:
+def marked(loss: float, corpus: str = KERNEL) -> str:
     """Returns a loss, with a mark if a model of bigrams has a lower one."""
-    return f"{loss:.3f}" + (" (not learned)" if loss > not_learned() else "")
+    return f"{loss:.3f}" + (" (not learned)" if loss > not_learned(corpus) else "")
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
