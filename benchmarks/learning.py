@@ -112,7 +112,8 @@ GRIDS: dict[str, list[LearningRun]] = {
     "whole": runs(("power_delta", "softmax_gate"), (4096,), optimizer=WHOLE),
     "memory": runs((LONG_MEMORY,), (4096,), MIDDLE, seeds=(0,)),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
-    "middle_65536": runs((*MAIN, "window", "hybrid_heads_delta"), (65_536,), MIDDLE, seeds=(0,)),
+    "middle_65536": runs((*MAIN, "window", "hybrid_heads_delta"), (65_536,), MIDDLE),
+    "prose": runs((*MAIN, "window", "hybrid_heads_delta"), (4096,)),  # with another corpus
     "long": runs(("power_delta", "heads_delta", "softmax_gate", "power"), (4096,), LONG),
     # Claims of the papers. [SCRA] Table 4: equal states and FLOPs; Figures 3 and 1: linear attention beside a window of
     # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.
@@ -135,9 +136,9 @@ GRIDS: dict[str, list[LearningRun]] = {
     "rates_16384": runs(MAIN, (16_384,), seeds=(0,), rates=(4e-3, 8e-3, 1.6e-2)),
     "field": runs(FIELD, (4096,), MIDDLE),
     "field_16384": runs(FIELD, (16_384,), MIDDLE),
-    "rates_slow": runs(SLOW, (4096,), seeds=(0,), rates=(8e-3, 4e-3, 1.6e-2)),
-    "slow": runs(SLOW, (4096,), MIDDLE),
-    "slow_16384": runs(SLOW, (16_384,), MIDDLE),
+    "rates_slow": runs(SLOW, (4096,), seeds=(0,), rates=(8e-3, 4e-3, 1.6e-2, 2e-3, 1e-3)),
+    "slow": runs(SLOW, (4096,), MIDDLE, rates=(4e-3,)),  # the best rate of Gated DeltaNet
+    "slow_16384": runs(SLOW, (16_384,), MIDDLE, rates=(4e-3,)),
     "far": runs(FAR, (65_536,), MIDDLE),
     "long_window": runs(("window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), LONG),
     "small": [replace(run, size="small") for run in runs(FOUR, (4096,), MIDDLE, seeds=(0,))],

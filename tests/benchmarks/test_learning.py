@@ -99,7 +99,9 @@ def test_a_plan_says_how_long_runs_take(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(learning, "USE", tmp_path / "none.csv")
     assert call(monkeypatch, "plan", "--grids", "rates", "--measures") == 0
     assert len(capsys.readouterr().out.splitlines()) == len(learning.GRIDS["rates"]) + 1
-    assert call(monkeypatch, "plan", "--grids", "slow", "--gpus", "4", "--workers", "8") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(learning, "TABLE", tmp_path / "none.csv")
+        assert call(monkeypatch, "plan", "--grids", "slow", "--gpus", "4", "--workers", "8") == 0
     *runs, total = capsys.readouterr().out.splitlines()
     assert len(runs) == 6 and all(" s  " in line for line in runs) and total.startswith("6 runs: ")
     known = next(row for row in read(learning.TABLE) if row["variant"] == "power" and row["context"] == 4096)
