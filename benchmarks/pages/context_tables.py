@@ -32,6 +32,7 @@ MODELS = {
     "hybrid_power_gate": "hybrid, power",
     "heads_delta": "windows and delta rule",
     "window": "window of 1,024",
+    "window+window=2112": "window of 2,112",
     "power_delta": "delta rule, p = 2",
     "power": "power, p = 2",
 }
@@ -211,7 +212,7 @@ def _millions(tokens: int) -> str:
 def model_look(variant: str) -> dict[str, str]:
     """Returns the colour and the marker of a model, the same in all figures."""
     place = list(MODELS).index(variant)
-    return {"color": f"C{place}", "marker": "osD^vPXh"[place]}
+    return {"color": f"C{place}", "marker": "osD^vPXh<"[place]}
 
 
 def draw(evidence: Evidence) -> Any:

@@ -257,13 +257,6 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"in rows of 4,096 the hybrid trains {short:.1f} times as fast" in TEXT
     bytes_of = [context_tables.sequence_bytes(each, DOCUMENT) / 1e6 for each in names[:2]]
     assert "It has {:.0f} MB, and gated softmax attention {:.0f}".format(*bytes_of) in TEXT
-    long = {each: evidence.losses(each, 16_384, MIDDLE) for each in (*names, "power_delta")}
-    window, delta = fmean(long["window"]), fmean(long["power_delta"])
-    (*windows,), (far_delta,) = (evidence.losses(each, DOCUMENT, MIDDLE) for each in ("window", "power_delta"))
-    far_window = fmean(windows)
-    assert len(long["window"]) == len(windows) == 3
-    words = f"the window has {window:.3f} and {far_window:.3f} nats (three runs each), the delta rule {delta:.3f} and "
-    assert f"{words}{far_delta:.3f} (one run each)" in TEXT and window > delta and far_window > far_delta
     (hybrid,), (gate,) = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
     assert f"but has {hybrid:.3f} nats; gated softmax attention has {gate:.3f} (one run each)" in TEXT
     decoding = [evidence.speed(each, DOCUMENT, "decoding") for each in names[:2]]
