@@ -106,9 +106,9 @@ class Evidence:
         """Returns the losses along training, by tokens, of the run of a study with AdamW, 30M tokens and seed 0."""
         return self._found.along(Run(variant, context))
 
-    def along_muon(self, variant: str, context: int, rate: float) -> dict[int, Row]:
-        """Returns the losses along training, by tokens, of the run with Muon, 30 million tokens and seed 0."""
-        run = LearningRun(variant, context, SHORT, learning_rate=rate, optimizer="muon")
+    def along_muon(self, variant: str, context: int, rate: float, seed: int = 0) -> dict[int, Row]:
+        """Returns the losses along training, by tokens, of the run with Muon and 30 million tokens."""
+        run = LearningRun(variant, context, SHORT, learning_rate=rate, seed=seed, optimizer="muon")
         return along(run, self._along.get(run.name, []))
 
     def timed_on(self) -> str:

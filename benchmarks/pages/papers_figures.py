@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 from benchmarks.context_scaling.grid import DOCUMENT, recipe
 from benchmarks.pages.context_tables import TRAINED_AT, Evidence
 from benchmarks.pages.learning_tables import PAPERS, POWERS
-from sympow.evaluation.plot import curve_style, empty_figure, set_grid, shared_legend
+from sympow.evaluation.plot import FIRST_CONTEXT, curve_style, empty_figure, set_grid, shared_legend
 from sympow.models import LanguageModel
 from sympow.training.throughput import token_flops
 
 BEST = 8e-3  # the rate of the models of [SCRA]
 POWERS_RATE = 4e-3  # the best rate of all models of [SPT] but p = 2
-NORM = "+head_norm=true"
+NORM, BODY = "+head_norm=true", "body of RWKV-7, norm of heads, Muon"
+SEEDS = (0, 1, 2)
 STAGES = 4  # curves of a model in the figure of learning in context
 
 
@@ -44,21 +46,33 @@ def draw_conformal(evidence: Evidence, p: int) -> Any:
     return _finished(figure, axes, f"p = {p}, one run each")
 
 
-def draw_flops(evidence: Evidence, contexts: tuple[int, ...], variants: tuple[str, ...]) -> Any:
-    """Returns a figure of [SCRA], 1 or 9: losses along training by FLOPs, in the body of RWKV-7, by context."""
+def draw_flops(evidence: Evidence) -> Any:
+    """Returns the figure of [SCRA], 1 and 3: losses along training by FLOPs, by context."""
+    contexts, variants = (32, 1024, 8192), ("body_softmax" + NORM, "body_linear", "body_window32" + NORM)
     figure = empty_figure("figures", (7.6, 3))
-    axes = list(figure.subplots(1, len(contexts), squeeze=False).flat)
+    axes = figure.subplots(1, len(contexts))
     for axis, context in zip(axes, contexts, strict=True):
-        curves = {}
-        for variant in variants:
-            found = losses(evidence.along_muon(variant, context, BEST))
-            each = flops(variant, context) / 1e9  # PFLOPs of a million tokens
-            curves[_label(variant)] = {tokens * each: loss for tokens, loss in found.items()}
-        _draw(axis, curves)
-        _log_ticks(axis, (0.5, 1, 2, 4, 8, 16, 32))
+        _draw(axis, {_label(variant): by_flops(evidence, variant, context, seeds=(0,)) for variant in variants})
+        _log_ticks(axis, (0.5, 1, 2, 4, 8))
         axis.set_title(f"{context:,} tokens", fontsize=10)
         axis.set_xlabel("PFLOPs of training")
-    return _finished(figure, axes, "body of RWKV-7, norm of heads, Muon, 30 million tokens, one run each")
+    return _finished(figure, axes, f"{BODY}, 30 million tokens, one run each")
+
+
+def draw_long(evidence: Evidence) -> Any:
+    """Returns the figure of [SCRA], 9: losses by FLOPs and by position, in rows of whole documents."""
+    names = ("softmax", "power", "window")
+    variants = [f"body_{name}{NORM}" for name in names]
+    figure = empty_figure("figures", (7.6, 3.4))
+    axes = figure.subplots(1, 2)
+    _draw(axes[0], {_label(each): by_flops(evidence, each, DOCUMENT, seeds=SEEDS) for each in variants})
+    _log_ticks(axes[0], (1, 2, 4, 8, 16, 32))
+    axes[0].set_xlabel("PFLOPs of training")
+    ends = {_label(each): _by_position(evidence, each, DOCUMENT, -1) for each in variants}
+    _draw(axes[1], ends | {"softmax attention after 4 PFLOPs": _by_position(evidence, variants[0], DOCUMENT, 0)})
+    _log_ticks(axes[1], (16, 256, 4096, DOCUMENT))
+    axes[1].set_xlabel("tokens of context")
+    return _finished(figure, axes, f"rows of {DOCUMENT:,} tokens, {BODY}, means of three seeds")
 
 
 def draw_in_context(evidence: Evidence) -> Any:
@@ -68,20 +82,37 @@ def draw_in_context(evidence: Evidence) -> Any:
     axes = figure.subplots(1, len(variants), sharey=True)
     for axis, variant in zip(axes, variants, strict=True):
         rows = evidence.along_muon(variant, context, BEST)
-        stages = list(rows)[len(rows) - 1 :: -2][:STAGES]
-        for place, tokens in enumerate(sorted(stages)):
-            curve = {int(name): loss for name, loss in rows[tokens].items() if name.isdecimal() and loss is not None}
-            style = curve_style(place) | {"markersize": 4, "label": f"after {tokens / 1e6:.0f}M tokens"}
-            axis.plot(list(curve), list(curve.values()), **style)
+        stages = sorted(list(rows)[::-2][:STAGES])
+        _draw(axis, {f"after {tokens / 1e6:.0f}M tokens": positions(rows[tokens]) for tokens in stages})
         _log_ticks(axis, (1, 4, 16, 64, 256, context))
         axis.set_title(_label(variant), fontsize=10)
         axis.set_xlabel("tokens of context")
-    return _finished(figure, axes, f"rows of {context:,} tokens, body of RWKV-7, norm of heads, Muon, one run each")
+    return _finished(figure, axes, f"rows of {context:,} tokens, {BODY}, one run each")
 
 
 def losses(rows: Mapping[int, Mapping[str, Any]]) -> dict[float, float]:
     """Returns the loss of each row of `Evidence.along`, by million tokens."""
     return {tokens / 1e6: row["held_out_loss"] for tokens, row in rows.items()}
+
+
+def positions(row: Mapping[str, Any]) -> dict[float, float]:
+    """Returns the losses of a row by position."""
+    return {int(name): loss for name, loss in row.items() if name.isdecimal() and loss is not None}
+
+
+def by_flops(evidence: Evidence, variant: str, context: int, seeds: Sequence[int]) -> dict[float, float]:
+    """Returns the mean loss over seeds along training, by PFLOPs; {} where a seed has no rows."""
+    curves = [losses(evidence.along_muon(variant, context, BEST, seed)) for seed in seeds]
+    if not all(curves):
+        return {}
+    each = flops(variant, context) / 1e9  # PFLOPs of a million tokens
+    return {tokens * each: fmean(curve[tokens] for curve in curves) for tokens in curves[0]}
+
+
+def _by_position(evidence: Evidence, variant: str, context: int, stage: int) -> dict[float, float]:
+    """Returns the mean losses over seeds by position, of one evaluation along training."""
+    curves = [positions([*evidence.along_muon(variant, context, BEST, seed).values()][stage]) for seed in SEEDS]
+    return {at: fmean(curve[at] for curve in curves) for at in curves[0] if at >= FIRST_CONTEXT}
 
 
 @cache
@@ -98,8 +129,8 @@ def _label(variant: str) -> str:
 
 
 def _draw(axis: Any, curves: Mapping[str, Mapping[float, float]]) -> None:
-    """Draws curves by label."""
-    for place, (label, curve) in enumerate(curves.items()):
+    """Draws curves by label; those without points are left out."""
+    for place, (label, curve) in enumerate((label, curve) for label, curve in curves.items() if curve):
         axis.plot(list(curve), list(curve.values()), **curve_style(place) | {"markersize": 4, "label": label})
 
 
@@ -125,13 +156,7 @@ FIGURES: dict[str, Callable[[Evidence], Any]] = {
     "context-scaling/conformal_p4.png": partial(draw_conformal, p=4),
     "context-scaling/conformal_p2.png": partial(draw_conformal, p=2),
     "learning/powers.png": draw_powers,
-    "learning/scra_flops.png": partial(
-        draw_flops, contexts=(32, 1024, 8192), variants=("body_softmax" + NORM, "body_linear")
-    ),
-    "learning/scra_long_flops.png": partial(
-        draw_flops,
-        contexts=(DOCUMENT,),
-        variants=tuple(f"body_{name}{NORM}" for name in ("softmax", "power", "window")),
-    ),
+    "learning/scra_flops.png": draw_flops,
+    "learning/scra_long.png": draw_long,
     "learning/scra_in_context.png": draw_in_context,
 }

@@ -174,6 +174,23 @@ def test_the_powers_have_losses_along_training():
     assert sorted(ends, key=ends.get) == ["published_p6", "softmax_plain", "published_p4", "published_p2"]
 
 
+def test_the_page_of_sources_quotes_its_figures():
+    """[SCRA] Figures 3 and 9, by FLOPs."""
+    evidence = context_tables.Evidence(RESULTS)
+    sources = " ".join((ROOT / "docs" / "sources.md").read_text(encoding="utf-8").split())
+    names = [f"body_{name}{papers_figures.NORM}" for name in ("softmax", "power")]
+    softmax, power = (papers_figures.by_flops(evidence, name, DOCUMENT, papers_figures.SEEDS) for name in names)
+    assert max(power) == pytest.approx(5.2, abs=0.05) and 5.7 < softmax[min(softmax)] < 6.0
+    assert f"p = 2 ends at {power[max(power)]:.2f} nats after 5 PFLOPs, where softmax attention has 5.8" in sources
+    assert f"and needs {max(softmax):.0f} for {softmax[max(softmax)]:.2f}, in all three seeds" in sources
+    for context, turn in ((1024, 1.3), (8192, 2.8)):
+        linear, window = (papers_figures.by_flops(evidence, name, context, (0,))
+                          for name in ("body_linear", "body_window32" + papers_figures.NORM))  # fmt: skip
+        behind = [at for (at, loss), other in zip(linear.items(), window.values(), strict=True) if loss >= other]
+        assert max(behind) < turn < max(behind) + 0.41  # the curves have a point every 0.4 PFLOPs
+    assert "the window leads up to 1.3 of 3.2 PFLOPs at 1,024 tokens and up to 2.8 at 8,192" in sources
+
+
 def test_bytes_are_those_of_the_states():
     """36 heads: 2,080 rows of 65 numbers of 4 bytes, or 256 bytes a token; so they break even at 2,112.5 tokens."""
     assert context_tables.sequence_bytes("power", 1) == 36 * 2080 * 65 * 4
