@@ -70,6 +70,17 @@ def test_the_row_of_a_figure_is_about_it(paper):
     assert [number for number, word in ABOUT[paper].items() if word not in about[number]] == []
 
 
+# What a paper says, where it is easily told as more than that.
+CLAIMS = [("[CST]", "Figure 2", "The figure has no softmax attention"),
+          ("[SCRA]", "Figure 9", "section 5.3 claims nearly equal learning in context")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("paper", "number", "words"), CLAIMS)
+def test_a_row_does_not_tell_more_than_the_paper(paper, number, words):
+    state = next(row[3] for row in rows()[paper] if row[0] == number)
+    assert words in state
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_says_where_and_what_became_of_it(row):
     _, about, here, state = row
