@@ -3,7 +3,8 @@ FOLDER`.
 
 FOLDER holds the files of the other version, as `git worktree add FOLDER COMMIT` makes it. Each version computes the
 same calls in a process of its own, which takes only the package `sympow` from there. Equal are all bits of outputs,
-states and gradients and, on a GPU, the launches of kernels: names, grids, blocks and shared memory.
+states and gradients and, on a GPU, the launches of kernels: names, grids, blocks and shared memory. A result that varies
+from call to call in one of the versions is not compared.
 
 A line of benchmarks/results/same.csv says how many calls were compared and how many differ. If none does, what was
 measured on that kind of device with the other version holds for this one. `benchmarks.tables` then calls no file of it
@@ -19,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,6 +41,7 @@ SHAPES = {"cpu": ((2, 64), (1, 64), (2, 16), (2, 32), (3, 16), (4, 16), (6, 16))
           "cuda": ((2, 64), (1, 64), (2, 32), (2, 128), (3, 32), (4, 16), (6, 16))}  # p, K  # fmt: skip
 OTHER_DTYPES, OTHER_SHAPES, OTHER_LENGTHS = (torch.float32, torch.float16), 2, 3  # the first shapes and lengths
 HEADS = (6, 2)  # query heads, and key/value heads if they share
+VARIES = "varies"
 MODELS = (("power", {"p": 2}), ("power", {"p": 2, "rotation": "data"}), ("power_delta", {"p": 2}))  # mixers, options
 
 
@@ -139,22 +141,30 @@ def model(mixer: str, options: dict[str, object], device: str) -> list[Tensor]:
     return [loss, *(x for x in gradients if x is not None), generate(own, tokens[:, :16], 24).tokens]
 
 
-def digest(call: Call, device: str) -> str:
-    """Returns 16 hex digits of all bits of the results, and of the launches on a GPU.
+def digest(call: Call, device: str) -> list[str]:
+    """Returns hashes of the bits of each result, VARIES for one that differs from call to call, and on a GPU of the
+    launches."""
+    found = [a if a == b else VARIES for a, b in zip(map(bits, call()), map(bits, call()), strict=True)]
+    return found + ([hashed("\n".join(launches(call)).encode())] if device == "cuda" else [])
 
-    A result that varies from call to call, as a sum by atomic additions does, does not count.
+
+def differ(base: Sequence[str], own: Sequence[str]) -> bool:
+    """Returns whether two digests of a call differ.
+
+    A result that varies in one version, as a sum by atomic additions does, does not count.
     """
-    parts = [a if a == b else "varies" for a, b in zip(map(bits, call()), map(bits, call()), strict=True)]
-    if device == "cuda":
-        parts += launches(call)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return len(base) != len(own) or any(a != b and VARIES not in (a, b) for a, b in zip(base, own, strict=True))
 
 
 def bits(x: Tensor) -> str:
     """Returns the hash of the shape, the dtype and the bits of a tensor."""
-    found = hashlib.sha256(f"{x.shape} {x.dtype}".encode())
-    found.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+    values = x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
+    return hashed(f"{x.shape} {x.dtype}".encode() + values)
+
+
+def hashed(content: bytes) -> str:
+    """Returns 16 hex digits of a hash."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def launches(call: Call) -> list[str]:
@@ -179,7 +189,7 @@ def answer(device: str, first: int, workers: int) -> None:
         print(json.dumps([name, digest(call, device)]), flush=True)
 
 
-def digests(folder: Path, device: str, workers: int) -> dict[str, str]:
+def digests(folder: Path, device: str, workers: int) -> dict[str, list[str]]:
     """Returns the digests of the version in a folder, by call; RuntimeError if one of its calls fails."""
     with tempfile.TemporaryDirectory() as package:
         (Path(package) / "sympow").symlink_to(folder / "sympow")
@@ -207,7 +217,7 @@ def main() -> int:
     if not (args.base / "sympow/ops").is_dir():
         parser.error(f"--base: expected the folder of a version of sympow; got {args.base}")
     base, own = (digests(folder.resolve(), args.device, args.workers) for folder in (args.base, HERE))
-    different = [name for name in own if base[name] != own[name]]
+    different = [name for name in own if differ(base[name], own[name])]
     for name in different:
         print(f"differs: {name}")
     files = {path.relative_to(args.base).as_posix(): path.read_text() for path in args.base.glob("sympow/**/*.py")}
