@@ -3,8 +3,8 @@ FOLDER`.
 
 FOLDER holds the files of the other version, as `git worktree add FOLDER COMMIT` makes it. Each version computes the
 same calls in a process of its own, which takes only the package `sympow` from there. Equal are all bits of outputs,
-states and gradients and, on a GPU, the launches of kernels: names, grids, blocks and shared memory. A result that varies
-from call to call in one of the versions is not compared.
+states and gradients and, on a GPU, the launches of kernels: names, grids, blocks and shared memory. A result that
+varies from call to call in one of the versions is not compared.
 
 A line of benchmarks/results/same.csv says how many calls were compared and how many differ. If none does, what was
 measured on that kind of device with the other version holds for this one. `benchmarks.tables` then calls no file of it

@@ -83,23 +83,23 @@ STUDIES = {
         Study("bars_4096", "How far is it at 4,096 tokens?", tuple(_runs(BARS, [4096]))),
         Study("bar_65536", "Who leads at 65,536 tokens, eight documents a step, 100 million tokens?",
               tuple(_runs(("softmax", "power"), [65_536], tokens=MIDDLE, documents=8))),
-        Study("tokens_4096", "Does the ratio at 4,096 tokens change with the tokens of a run?",
+        Study("tokens_4096", "Does the ratio change with the tokens of a run?",
               tuple(run for tokens in (MIDDLE, SHORT, LONG)
                     for run in _runs(("softmax", "power", "power4"), [4096], tokens=tokens))),
-        Study("tokens_16384", "Does the ratio at 16,384 tokens change with the tokens of a run?",
+        Study("tokens_16384", "Does the ratio change with the tokens of a run?",
               tuple(run for tokens in (SHORT // 4, SHORT, MIDDLE)
                     for run in _runs(("softmax", "power", "hybrid_window"), [16_384], tokens=tokens))),
-        Study("by_context", "What does each make of a longer context, at equal tokens, FLOPs and time?",
+        Study("by_context", "What does a longer context bring?",
               tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)
                     + _runs(("power_p4_k24",), CONTEXTS[:3]))),
-        Study("rates_1024", "Is each learning rate the best at 1,024 tokens?",
+        Study("rates_1024", "Which learning rate is the best?",
               tuple(_swept(_runs(BARS, [1024]), (*SWEEP[1:], 8e-3))), seeds=1),
-        Study("rates_4096", "Is each learning rate the best at 4,096 tokens?",
+        Study("rates_4096", "Which learning rate is the best?",
               tuple(_swept(_runs(BARS + CONTROLS[1:], [4096]), SWEEP)
                     + _swept(_runs(HIGH_RATES, [4096]), (8e-3,))), seeds=1),
-        Study("rates_16384", "Is each learning rate the best at 16,384 tokens?",
+        Study("rates_16384", "Which learning rate is the best?",
               tuple(_swept(_runs(("softmax", "power"), [16_384]), (LOW_RATE, *SWEEP))), seeds=1),
-        Study("rates_65536", "Is each learning rate the best at 65,536 tokens?",
+        Study("rates_65536", "Which learning rate is the best?",
               tuple(_swept(_runs(("softmax", "softmax_gate", "power"), [65_536], tokens=MIDDLE, documents=8), SWEEP)
                     + _swept(_runs(("softmax", "power"), [65_536], tokens=MIDDLE, documents=8), (LOW_RATE,))),
               seeds=1),

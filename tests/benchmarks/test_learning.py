@@ -220,7 +220,6 @@ def test_pages_quote_the_committed_rows():
     assert f"the loss of p = 2 is {power[0]} and {power[1]} {words}" in readme
     assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
     equal = ratio("window+window=2112", 4096, middle)
-    assert f"Windows of 2,112 have {equal} times the loss" in readme and f"after 100M tokens, p = 2 {later}." in readme
     for cells in (
         f"`scaling:window model.mixers.0.options.window=2112` | constant | {equal} | |",
         f"`scaling:hybrid_heads_delta` | grows in one layer | {heads} |",
