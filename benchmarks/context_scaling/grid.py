@@ -12,6 +12,8 @@ from sympow.recipes import load_recipe
 from sympow.training import RunConfig, override
 
 DOCUMENT = 65_536  # tokens of a document; a step is a multiple of them
+BEST = 8e-3  # the best rate under Muon, by the grid "rates" of `benchmarks.learning`
+SEEDS = (0, 1, 2)
 EVALUATIONS = 8  # of the held-out loss along a run
 
 # Tokens of a run: 460, 1,528 and 4,584 steps of one document, or 191 and 573 of eight.

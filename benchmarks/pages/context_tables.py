@@ -17,7 +17,7 @@ from benchmarks.context_scaling.speed import SEQUENCES
 from benchmarks.context_scaling.tables import claims_table, studies_table
 from benchmarks.context_use import LENGTHS as READ_LENGTHS
 from benchmarks.context_use import compared
-from benchmarks.pages.learning_tables import LABELS, best_rows, of_corpus
+from benchmarks.pages.learning_tables import LABELS, best_rows, by_corpus, of_most_runs
 from benchmarks.pages.prose import table
 from sympow.evaluation.plot import empty_figure, move, panels, set_grid, shared_legend, told_seeds
 from sympow.recall.results import group
@@ -39,7 +39,8 @@ MODELS = {
 MISSING = "Not measured yet."
 CONTROL = "window32"  # sees next to no context
 TREND = (SHORT, MIDDLE, LONG, BILLION)  # tokens of training
-SHOWN = ("softmax_gate", "hybrid_heads_delta", "window", "window+window=2112", "power_delta", "power")  # in short
+# The models of the short table.
+SHOWN = ("softmax_gate", "hybrid_heads_delta", "window", "window+window=2112", "power_delta", "power")
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
 BESIDE = 3  # points between the marks of two models in the figure of the trend
@@ -55,11 +56,10 @@ class Evidence:
     def __init__(self, results: Path):
         rows = [row for row in known(results / "learning.csv")
                 if row["status"] == "done" and row["optimizer"] == "muon" and row["size"] is None]  # fmt: skip
-        names = [row["corpus"] for row in rows]
-        corpus = max(names, key=names.count, default="")
-        rows = [row for row in rows if row["corpus"] == corpus and row["variant"] in MODELS]
-        self._rows = rows
-        positions = [row for row in known(results / "learning_positions.csv") if row["corpus"] == corpus]
+        rows = of_most_runs(rows)
+        self._rows = [row for row in rows if row["variant"] in MODELS]
+        corpora = {row["corpus"] for row in rows}
+        positions = [row for row in known(results / "learning_positions.csv") if row["corpus"] in corpora]
         self._positions = {(row["run"], row["evaluated_context"]): row["held_out_loss"]
                            for row in positions if row["documents"] == 16}  # fmt: skip
         self._along = {name: rows for (name,), rows in group(positions, "run").items()}
@@ -286,23 +286,16 @@ def use_table(results: Path) -> str:
     ahead = READ_LENGTHS[1::3] if any(row["variant"] == CONTROL for row in rows) else ()
     heading += [f"loss of a window of 32 less its own at {length // 4:,} to {length - 1:,}" for length in ahead]
     heading.append("recalled, not repeated; at " + ", ".join(f"{length * 3 // 4:,}" for length in READ_LENGTHS))
-    parts = []
-    for (corpus,), of_it in sorted(group(rows, "corpus").items()):
-        lines = _use_lines(of_it, measured, ahead)
-        parts += [f"Corpus: {of_corpus(corpus)}."] if len(group(rows, "corpus")) > 1 else []
-        parts.append(table(" | ".join(heading), lines))
-    return "\n\n".join(parts)
+    return by_corpus(rows, lambda same: table(" | ".join(heading), _use_lines(same, measured, ahead)))
 
 
 def _use_lines(rows: list[Row], measured: dict[Any, list[Row]], ahead: Sequence[int]) -> list[list[str]]:
     """Returns the lines of `use_table` of one corpus."""
     lines = []
-    for (corpus, context, tokens, size), same in sorted(
-        group(rows, "corpus", "context", "tokens", "size").items(), key=str
-    ):
+    for (context, tokens, size), same in sorted(group(rows, "context", "tokens", "size").items(), key=str):
         variants = {name: best_rows(own) for (name,), own in group(same, "variant").items()}
         values = {
-            name: [_values(measured[run_name(row), corpus]) | {"seed": row["seed"]} for row in own]
+            name: [_values(measured[run_name(row), row["corpus"]]) | {"seed": row["seed"]} for row in own]
             for name, own in variants.items()
         }
         for name in (name for name in LABELS if name in values):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any
 
@@ -89,18 +89,25 @@ def learning_table(rows: Sequence[Row]) -> str:
     Then follow, of the corpus of most runs, `search_table`, `papers_table` and `powers_table`.
     """
     every, rows = rows, [row for row in rows if row["status"] == "done" and row["variant"] in LABELS]
+    parts = [by_corpus(rows, _of_corpus), _about(rows)]
+    every = of_most_runs(every)
+    return "\n\n".join([*parts, search_table(every), papers_table(every), powers_table(every)])
+
+
+def by_corpus(rows: Sequence[Row], table_of: Callable[[list[Row]], str]) -> str:
+    """Returns the table of the rows of each corpus, below its name if there are several."""
     corpora = group(rows, "corpus")
     parts = []
-    for (corpus,), same in sorted(corpora.items()):
-        parts += [f"Corpus: {of_corpus(corpus)}."] if len(corpora) > 1 else []
-        parts.append(_of_corpus(same))
-    every = max(group(every, "corpus").values(), key=len, default=[])
-    return "\n\n".join([*parts, _about(rows), search_table(every), papers_table(every), powers_table(every)])
+    for (name,), same in sorted(corpora.items()):
+        told = f"{CORPORA[name]} ({name})" if name in CORPORA else name
+        parts += [f"Corpus: {told}."] if len(corpora) > 1 else []
+        parts.append(table_of(same))
+    return "\n\n".join(parts)
 
 
-def of_corpus(name: str) -> str:
-    """Returns what a corpus consists of, and its name."""
-    return f"{CORPORA[name]} ({name})" if name in CORPORA else name
+def of_most_runs(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of the corpus with the most rows."""
+    return max(group(rows, "corpus").values(), key=len, default=[])
 
 
 def _of_corpus(rows: Sequence[Row]) -> str:

@@ -7,17 +7,15 @@ from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.context_scaling.grid import DOCUMENT, recipe
+from benchmarks.context_scaling.grid import BEST, DOCUMENT, SEEDS, recipe
 from benchmarks.pages.context_tables import TRAINED_AT, Evidence
 from benchmarks.pages.learning_tables import PAPERS, POWERS
 from sympow.evaluation.plot import FIRST_CONTEXT, curve_style, empty_figure, set_grid, shared_legend
 from sympow.models import LanguageModel
 from sympow.training.throughput import token_flops
 
-BEST = 8e-3  # the rate of the models of [SCRA]
 POWERS_RATE = 4e-3  # the best rate of all models of [SPT] but p = 2
 NORM, BODY = "+head_norm=true", "body of RWKV-7, norm of heads, Muon"
-SEEDS = (0, 1, 2)
 STAGES = 4  # curves of a model in the figure of learning in context
 
 

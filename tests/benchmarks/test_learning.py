@@ -7,8 +7,8 @@ from statistics import mean, stdev
 
 import pytest
 
-from benchmarks import learning
-from benchmarks.bigram import KERNEL
+from benchmarks import bigram, learning
+from benchmarks.bigram import KERNEL, not_learned
 from benchmarks.common import measure
 from benchmarks.common.measure import read
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, SCALES, SHORT
@@ -142,6 +142,20 @@ def test_the_table_has_the_best_rate_of_most_seeds():
     assert "| 5.000 (not learned) |" in learning_tables.learning_table([row("power", 5.0)])
     assert first.startswith("Corpus: a.") and "| 3.000 | no pair |" in second
     assert "| softmax attention, gate, 85M block | muon | 0.004 | 1 | 2.000 | 1.000 (one run) |" in first
+    assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in second  # of the corpus of most runs
+    other = row("power_delta", 1.0) | {"corpus": "b"}
+    assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in learning_tables.learning_table([other, *rows])
+
+
+def test_each_corpus_has_a_loss_from_which_on_nothing_is_learned():
+    losses = {row["corpus"]: row["loss"] for row in read(bigram.TABLE)}
+    assert len(losses) == 2 and not_learned() == losses[KERNEL] == not_learned("of no row")
+    rows = [row("power", loss) | {"corpus": name} for name, loss in losses.items()]
+    for name, loss in losses.items():
+        assert not_learned(name) == loss
+        shown = [learning_tables.learning_table([row("power", loss + more) | {"corpus": name}]) for more in (0, 0.01)]
+        assert ["(not learned)" in text for text in shown] == [False, True]
+    assert "(not learned)" not in learning_tables.learning_table(rows)
 
 
 def test_the_papers_models_have_their_best_context_loss():
