@@ -7,7 +7,7 @@ states and gradients and, on a GPU, the launches of kernels: names, grids, block
 
 A line of benchmarks/results/same.csv says how many calls were compared and how many differ. If none does, what was
 measured on that kind of device with the other version holds for this one. `benchmarks.tables` then calls no file of it
-stale, but those that measure the host.
+stale, but those that measure the host (`code_hash.OF_HOST`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from benchmarks.common.measure import commit, known, measured, refuses, write
 HERE = Path(__file__).parents[1]
 Call = Callable[[], list[Tensor]]
 # Sizes of calls by device: without a GPU, those of the implementation in plain torch.
-LENGTHS = {"cpu": (1, 40), "cuda": (1, 200, 1024, 4096, 16384)}
-LONG = {"cpu": 70, "cuda": 65536}
-SHAPES = {"cpu": ((2, 16),), "cuda": ((2, 64), (1, 64), (2, 32), (2, 128), (3, 32), (4, 16), (6, 16))}  # p, K
+LENGTHS = {"cpu": (1, 40, 600), "cuda": (1, 200, 1024, 4096, 16384)}
+LONG = {"cpu": 2000, "cuda": 65536}
+SHAPES = {"cpu": ((2, 64), (1, 64), (2, 16), (2, 32), (3, 16), (4, 16), (6, 16)),
+          "cuda": ((2, 64), (1, 64), (2, 32), (2, 128), (3, 32), (4, 16), (6, 16))}  # p, K  # fmt: skip
 OTHER_DTYPES, OTHER_SHAPES, OTHER_LENGTHS = (torch.float32, torch.float16), 2, 3  # the first shapes and lengths
 HEADS = (6, 2)  # query heads, and key/value heads if they share
 MODELS = (("power", {"p": 2}), ("power", {"p": 2, "rotation": "data"}), ("power_delta", {"p": 2}))  # mixers, options

@@ -33,8 +33,9 @@ ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kerne
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
             "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
 
-# Files of results that measure the host: calls that launch the same kernels may take another time there.
-OF_HOST = ("host_*",)
+# Files of results that measure the host: calls with the same kernels and results may take another time there.
+OF_HOST = ("host_*", "ops_cpu.csv", "decoding_cpu.csv", "serving_cpu.csv", "serving_load_cpu.csv",
+           "speculation_cpu.csv", "context_restore_cpu.csv")  # fmt: skip
 SAME = ROOT / "benchmarks" / "results" / "same.csv"  # of `benchmarks.same`: versions with the same kernels and results
 
 # Finds comments faster than `tokenize` does. Strings are found too, because a "#" in them begins no comment.
@@ -60,15 +61,16 @@ def part_of(name: str, row: Mapping[str, Any]) -> Part:
     """
     processor, path = row.get("processor"), Path(name)
     on_cpu = not processor.startswith("NVIDIA") if processor else path.stem.endswith("_cpu")
+    of_host = any(fnmatch(name, pattern) for pattern in OF_HOST)
     if on_cpu:
-        return Part(PARTS["cpu"])
+        return Part(PARTS["cpu"], of_host=of_host)
     not_run: set[str] = set()
     texts = " ".join(map(str, (name, *row.values()))).lower()
     if "delta" not in re.sub(OTHER_DELTA_RULE, "", texts):
         not_run.update(OF_DELTA_RULE)
     if any(fnmatch(name, pattern) for pattern in NO_STEPS):
         not_run.update(OF_STEPS)
-    return Part(PARTS["cuda"], tuple(sorted(not_run)), any(fnmatch(name, pattern) for pattern in OF_HOST))
+    return Part(PARTS["cuda"], tuple(sorted(not_run)), of_host)
 
 
 def is_present(part: Part, commit: str, code: str | None) -> bool:
@@ -98,10 +100,10 @@ def _is_code_at(at: str | None, part: Part, commit: str, code: str | None) -> bo
 def _same_versions(part: Part) -> list[str | None]:
     """Returns None, for the present files, and the commits that `benchmarks.same` calls equal to them."""
     found: list[str | None] = [None]
-    if part.name != KERNELS or part.of_host:
+    if part.of_host:
         return found
     for at in found:  # grows while it is read
-        for line in same_lines():
+        for line in same_lines(part.name):
             own, base = (line["commit"], line["code"]), (line["base"], line["base_code"])
             for (commit, code), (other, other_code) in ((own, base), (base, own)):
                 if other in found or other_code != code_hash(part.name, other):
@@ -111,14 +113,14 @@ def _same_versions(part: Part) -> list[str | None]:
     return found
 
 
-@lru_cache(maxsize=1)
-def same_lines() -> list[dict[str, str]]:
-    """Returns the comparisons on GPUs in which no call differs."""
+@lru_cache
+def same_lines(part: str) -> list[dict[str, str]]:
+    """Returns the comparisons, on the device of a part of `PARTS`, in which no call differs."""
     if not SAME.is_file():
         return []
     with SAME.open(newline="") as file:
-        lines = [line for line in csv.DictReader(file) if line["device"] == "cuda" and line["different"] == "0"]
-    return [line for line in lines if line["base_code"] == code_hash(KERNELS, line["base"])]
+        lines = [line for line in csv.DictReader(file) if PARTS[line["device"]] == part and line["different"] == "0"]
+    return [line for line in lines if line["base_code"] == code_hash(part, line["base"])]
 
 
 @lru_cache

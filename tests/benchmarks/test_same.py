@@ -76,6 +76,12 @@ def test_lines_that_prove_nothing(present, change):
     assert not present(TO_C | change, commit="b")
 
 
-def test_what_measures_the_host_or_a_cpu_is_measured_again(present):
+def test_what_measures_the_host_is_measured_again(present):
     assert not present(TO_C, commit="b", name="host_h200.csv")
-    assert not present(TO_C, commit="b", name="ops_cpu.csv", processor="AMD EPYC")
+    on_cpu = TO_C | {"device": "cpu"}
+    assert not present(on_cpu, commit="b", name="ops_cpu.csv", processor="AMD EPYC")
+
+
+def test_a_line_is_of_one_kind_of_device(present):
+    row = {"commit": "b", "name": "mqar_bits_cpu.csv", "processor": "AMD EPYC"}
+    assert present(TO_C | {"device": "cpu"}, **row) and not present(TO_C, **row)
