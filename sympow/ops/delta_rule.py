@@ -16,12 +16,12 @@ from sympow.ops import delta_reference, delta_solve
 from sympow.ops.availability import NO_TRITON, has_kernels, has_values, without_autocast
 from sympow.ops.delta_types import DeltaOptions, DeltaOutput
 from sympow.ops.eager_operators import delta_eager
-from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.feature_map import plain, spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
-from sympow.ops.types import OutOfRangeError
+from sympow.ops.types import OutOfRangeError, check_state_memory, check_writable
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _RESET = -1e4  # a log gate whose decay is 0
@@ -75,11 +75,13 @@ def power_delta_rule(
 
     Raises:
         TypeError: wrong types or dtypes.
-        ValueError: anything else that does not fit, in one line; on a CPU also gates out of range.
+        ValueError: anything else that does not fit, in one line; on a CPU also gates out of range, and a state that
+            leaves the range, as OutOfRangeError. On a GPU these come out as inf, NaN or 0.
 
     Source: Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers" (2021); Yang, Kautz,
     Hatamizadeh, "Gated Delta Networks" (2024), for p = 1.
     """
+    p, chunk_size = plain(p), plain(chunk_size)
     _check(q, k, v, beta, log_g, p)
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
@@ -89,6 +91,8 @@ def power_delta_rule(
         check_borders(cu_seqlens, q.shape[0])
         sequences = len(cu_seqlens) - 1
     check_delta_state(initial_state, sequences, k, v, p)
+    if initial_state is None:
+        check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, 1 if k.is_cuda else 2)
     dtype = torch.promote_types(q.dtype, torch.float32)
     if 0 in q.shape[:2]:
         after = initial_state if initial_state is not None else _zeros(sequences, k, v, p)
@@ -146,10 +150,13 @@ def power_delta_rule_step(
     Raises:
         ValueError, TypeError: as `power_delta_rule`.
     """
+    p = plain(p)
     _check(q, k, v, beta, log_g, p)
     if state is None:
         raise TypeError("a step needs a state: power_delta_rule with return_state=True returns one; got None")
     check_delta_state(state, q.shape[0], k, v, p)
+    if inplace:
+        check_writable(state)
     with torch.no_grad(), without_autocast(q):
         state = state if inplace else state.clone()
         if qk_norm:
@@ -246,7 +253,19 @@ def _eager(q, k, v, beta, log_g, state, **options):
         out, after, *_ = delta_eager(*inputs, options["p"], options["chunk_size"] or 0, options["return_state"])
     else:
         out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
+        _check_range(out, inputs)
     return out.to(v.dtype), after if options["return_state"] else None
+
+
+def _check_range(out: Tensor, inputs: tuple[Tensor | None, ...]) -> None:
+    """Raises OutOfRangeError on a CPU if the results of finite inputs are not finite."""
+    if out.device.type != "cpu" or not has_values(out) or out.isfinite().all():
+        return
+    if all(x is None or x.isfinite().all() for x in inputs):
+        raise OutOfRangeError(
+            f"the state of the delta rule leaves the range of {out.dtype}: without qk_norm, beta |k|**(2 p) must be at "
+            "most 2"
+        )
 
 
 def _triton(q, k, v, beta, log_g, state, **options):

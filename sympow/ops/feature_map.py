@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 from math import comb, factorial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sympow.ops.availability import constant_result, kept, static_shape
 
 _TRACED = 256  # the largest power for which a dimension is computed by a loop
+
+
+def plain(number: Any) -> Any:
+    """Returns an integer of NumPy, such as `numpy.int64(2)`, as one of Python, and anything else as it is."""
+    return int(number) if isinstance(number, np.integer) else number
 
 
 def tpow_dim(key_dim: int, p: int) -> int:

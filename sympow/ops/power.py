@@ -27,10 +27,10 @@ from sympow.ops.availability import (
 )
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
-from sympow.ops.feature_map import spow_dim
+from sympow.ops.feature_map import plain, spow_dim
 from sympow.ops.fused.rotation import with_positions, with_positions_twice
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, empty, of_no_tokens, packed
-from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState, Rotation
+from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState, Rotation, check_state_memory, check_writable
 
 State = TypeVar("State", bound=PowerState | DecodingState)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -135,6 +135,10 @@ def power_attention(
     check_state(initial_state, sequences, k, v, p)
     if 0 in q.shape[:2]:
         return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
+    compiling = torch.compiler.is_compiling()  # a comparison of lengths would make a graph for each outcome
+    if not compiling and initial_state is None and (return_state or (chunk_size or q.shape[1]) < q.shape[1]):
+        copies = 1 if k.is_cuda else 2  # plain torch adds the features of a chunk to the state before it
+        check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, copies)
     if rotation is not None:
         check_rotation(rotation, q, k, cu_seqlens is not None or context_group is not None)
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps, "chunk_size": chunk_size}
@@ -230,6 +234,8 @@ def power_attention_step(
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
     check_state(state, q.shape[0], k, v, p)
+    if inplace and isinstance(state, PowerState):
+        check_writable(state.s, state.z)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: StepOptions = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     if impl not in ("auto", "eager", "triton", "reference"):
@@ -464,6 +470,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.is_nested or x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor; got {'a nested one' if x.is_nested else x.layout}")
         if x.ndim != len(layout):
             raise ValueError(f"{name} must be [{', '.join(layout)}]; got {list(x.shape)}")
         if x.device != device:
@@ -502,19 +510,17 @@ def check_gates(log_g: Tensor | None) -> None:
             )
 
 
+LEAST_EPS = float(np.finfo(np.float32).tiny)
 # Also what a compiler takes as a symbol.
 NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
-
-
-def plain(number: Any) -> Any:
-    """Returns an integer of NumPy, such as `numpy.int64(2)`, as one of Python, and anything else as it is."""
-    return int(number) if isinstance(number, np.integer) else number
 
 
 def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
     """Refuses, with a TypeError or a ValueError, options that `power_attention` does not take."""
     if isinstance(p, bool) or not isinstance(p, int) or p < 1:
         raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if not isinstance(normalize, bool):
+        raise TypeError(f"normalize must be True or False; got {normalize!r}")
     if normalize and p % 2:
         raise ValueError(
             f"normalize=True needs an even p: with p = {p} weights can be negative and their sum near zero; pass "
@@ -528,8 +534,8 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> N
     # Comparisons, which a compiler traces for a number that it takes as a symbol, and it does not trace isfinite.
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite; got {scale}")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps must be positive and finite; got {eps}")
+    if not LEAST_EPS <= eps < math.inf:
+        raise ValueError(f"eps must be at least {LEAST_EPS:.1e}, which float32 can hold, and finite; got {eps}")
 
 
 def check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:

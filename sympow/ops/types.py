@@ -13,8 +13,10 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sympow.ops.feature_map import spow_dim
+from sympow.ops.feature_map import plain, spow_dim
+from sympow.ops.memory import check_memory
 
+_LARGE = 1 << 30  # bytes
 _FILE_FORMAT = "sympow.PowerState/1"
 State = TypeVar("State")
 
@@ -25,6 +27,26 @@ class OutOfRangeError(ValueError):
     On a CPU, training that diverges ends with this error. On a GPU numbers are not checked, and results contain inf,
     NaN or 0.
     """
+
+
+def check_state_memory(
+    sequences: int, groups: int, key_dim: int, value_dim: int, p: int, device: torch.device | str, copies: int = 1
+) -> None:  # fmt: skip
+    """Raises ValueError if `copies` of a state in float32 do not fit into the free memory of the device."""
+    if torch.compiler.is_compiling():
+        return
+    nbytes = 4 * copies * sequences * groups * spow_dim(key_dim, p) * (value_dim + 1)
+    if nbytes > _LARGE:  # a GPU is not asked for its free memory at every call
+        check_memory(f"a state of p = {p} and K = {key_dim}", nbytes, device)
+
+
+def check_writable(*tensors: Tensor) -> None:
+    """Raises ValueError for tensors of a state that a step with inplace=True cannot write into."""
+    for x in tensors:
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError("inplace=True needs a state with memory for every number; got an expanded one: clone() it")
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("inplace=True needs a state that was not made in inference mode: clone() it")
 
 
 @dataclass(frozen=True)
@@ -47,6 +69,11 @@ class PowerState:
     key_dim: int
 
     def __post_init__(self) -> None:
+        for name, x in (("s", self.s), ("z", self.z)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} of a PowerState must be a torch.Tensor; got {type(x).__name__}")
+        if self.s.device != self.z.device:
+            raise ValueError(f"a PowerState is on one device; got s on {self.s.device}, z on {self.z.device}")
         d = spow_dim(self.key_dim, self.p)
         if self.s.ndim != 4 or self.s.shape[2] != d or tuple(self.z.shape) != tuple(self.s.shape[:3]):
             raise ValueError(
@@ -70,8 +97,13 @@ class PowerState:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> PowerState:
-        """Returns the state before the first token."""
+        """Returns the state before the first token.
+
+        Raises ValueError if there is not enough memory for it.
+        """
+        key_dim, p = plain(key_dim), plain(p)
         d = spow_dim(key_dim, p)
+        check_state_memory(batch, kv_heads, key_dim, value_dim, p, device or torch.get_default_device())
         return cls(
             s=torch.zeros(batch, kv_heads, d, value_dim, device=device, dtype=dtype),
             z=torch.zeros(batch, kv_heads, d, device=device, dtype=dtype),

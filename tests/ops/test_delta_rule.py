@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
@@ -160,6 +161,7 @@ def test_second_derivatives_are_refused():
         ({"initial_state": torch.zeros(1, 2, 10, 3).double()}, TypeError, "inputs is torch.float32; got torch.float64"),
         ({"initial_state": 3}, TypeError, "state of the delta rule must be a torch.Tensor; got int"),
         ({"log_g": torch.ones(1, 5, 2)}, ValueError, "log_g must be finite and <= 0"),
+        ({"k": torch.full((1, 5, 2, 4), 1e20), "qk_norm": False}, ValueError, r"leaves the range of torch.float32"),
     ],
 )
 def test_errors_are_one_line(change, error, message):
@@ -174,6 +176,25 @@ def test_a_step_without_a_state_is_refused():
     q, k, v = torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 4), torch.rand(1, 1, 2, 3)
     with pytest.raises(TypeError, match="a step needs a state: power_delta_rule with return_state=True returns one"):
         power_delta_rule_step(q, k, v, torch.rand(1, 1, 2), state=None)
+
+
+def test_integers_of_numpy_are_numbers():
+    q, k, v, beta = torch.rand(1, 5, 4, 4), torch.rand(1, 5, 2, 4), torch.rand(1, 5, 2, 3), torch.rand(1, 5, 2)
+    outs = [
+        power_delta_rule(q, k, v, beta, p=p, chunk_size=size).out for p, size in ((np.int64(2), np.int64(3)), (2, 3))
+    ]
+    assert torch.equal(*outs)
+
+
+def test_a_step_in_place_needs_a_state_of_its_own_memory():
+    q, k, v, beta = torch.rand(2, 1, 2, 4), torch.rand(2, 1, 2, 4), torch.rand(2, 1, 2, 3), torch.rand(2, 1, 2)
+    state = torch.zeros(1, 2, 10, 3).expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match="memory for every number; got an expanded one"):
+        power_delta_rule_step(q, k, v, beta, state=state, inplace=True)
+    with torch.inference_mode():
+        state = torch.zeros(2, 2, 10, 3)
+    with pytest.raises(ValueError, match="not made in inference mode"):
+        power_delta_rule_step(q, k, v, beta, state=state, inplace=True)
 
 
 def test_the_state_has_the_rows_of_the_public_basis():

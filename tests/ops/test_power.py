@@ -69,7 +69,20 @@ BAD = {
     "odd p": (lambda: call(p=3), ValueError, "normalize=True needs an even p: with p = 3 .* normalize=False"),
     "p zero": (lambda: call(p=0), ValueError, "p must be an integer >= 1; got 0"),
     "p float": (lambda: call(p=2.0), ValueError, "got 2.0"),
-    "eps": (lambda: call(eps=0.0), ValueError, "eps must be positive and finite; got 0.0"),
+    "eps": (lambda: call(eps=0.0), ValueError, "eps must be at least 1.2e-38, .* and finite; got 0.0"),
+    "eps that float32 does not hold": (lambda: call(eps=1e-46), ValueError, "got 1e-46"),
+    "normalize": (lambda: call(normalize="no"), TypeError, "normalize must be True or False; got 'no'"),
+    "sparse": (lambda: call(q=ones(2, 3, 4, 4).to_sparse()), TypeError, "q must be a dense tensor; got torch.sparse"),
+    "a state too large": (
+        lambda: call(q=ones(2, 3, 4, 64), k=ones(2, 3, 2, 64), p=16, return_state=True),
+        ValueError,
+        "a state of p = 16 and K = 64 needs .* of memory; .* has",
+    ),
+    "states between chunks too large": (
+        lambda: call(q=ones(2, 3, 4, 64), k=ones(2, 3, 2, 64), p=16, chunk_size=2),
+        ValueError,
+        "a state of p = 16 and K = 64 needs",
+    ),
     "learned scale": (
         lambda: call(scale=torch.tensor(0.5, requires_grad=True)),
         TypeError,
@@ -106,6 +119,15 @@ BAD = {
         lambda: power_attention_step(ones(1, 1, 1, 4), ones(1, 1, 1, 4), ones(1, 1, 1, 4), state=None),
         TypeError,
         "state must be a PowerState or a DecodingState; got NoneType",
+    ),
+    "step inplace on an expanded state": (
+        lambda: power_attention_step(
+            *[ones(2, 1, 1, 4)] * 3,
+            state=PowerState(ones(1, 1, 10, 4).expand(2, -1, -1, -1), ones(1, 1, 10).expand(2, -1, -1), 2, 4),
+            inplace=True,
+        ),
+        ValueError,
+        r"memory for every number; got an expanded one: clone\(\) it",
     ),
     "step impl": (
         lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=PowerState.zeros(1, 1, 4, 4), impl="cuda"),

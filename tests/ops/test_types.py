@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,16 @@ def test_size():
     state = PowerState.zeros(2, 3, 64, 64, p=2)
     assert state.nbytes == 2 * 3 * 2080 * 65 * 4
     assert state.value_dim == 64
+
+
+def test_what_is_no_state():
+    with pytest.raises(ValueError, match=r"a state of p = 16 and K = 64 needs .* of memory"):
+        PowerState.zeros(1, 2, 64, 16, p=16)
+    with pytest.raises(TypeError, match=r"s of a PowerState must be a torch\.Tensor; got list"):
+        PowerState([1], torch.zeros(1, 2, 10), 2, 4)
+    with pytest.raises(ValueError, match="one device; got s on cpu, z on meta"):
+        PowerState(torch.zeros(1, 2, 10, 3), torch.zeros(1, 2, 10, device="meta"), 2, 4)
+    assert PowerState.zeros(1, 2, 4, 3, p=np.int64(2)).s.shape == (1, 2, 10, 3)
 
 
 def test_moves_and_detaches():
