@@ -186,6 +186,15 @@ def test_bfloat16_autocast_is_close_to_float32():
 
 
 @torch.no_grad()
+def test_autocast_leaves_float64_as_it_is():
+    built, x = model(), tokens()
+    whole, (steps, _) = built(x), built.step(x[:, :20], built.init_state(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(built(x), whole)
+        assert torch.equal(built.step(x[:, :20], built.init_state(2))[0], steps)
+
+
+@torch.no_grad()
 def test_bfloat16_weights():
     built, x = model().float(), tokens()
     losses = built.token_losses(x, x)

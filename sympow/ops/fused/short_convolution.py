@@ -32,7 +32,8 @@ def short_convolution(
 ) -> Tensor:
     """Returns y_t = bias + sum over s < k of weight[:, k - 1 - s] x_{t-s}, with zeros before the first token.
 
-    Sums are formed in float32 at least. Under autocast x is first cast to the dtype of autocast.
+    Sums are formed in float32 at least. Under autocast x is first cast to the dtype of autocast, unless it is float64,
+    which autocast leaves as it is.
 
     Args:
         x: [B, T, C].
@@ -44,8 +45,7 @@ def short_convolution(
     Returns:
         [B, T, C], in the dtype of x, or of autocast.
     """
-    if (dtype := autocast_dtype(x)) is not None:
-        x = x.to(dtype)
+    x = _in_autocast(x)
     if past is not None:
         x = torch.cat([past.to(x.dtype), x], dim=1)
     first = None
@@ -78,8 +78,7 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
     Returns:
         [B, T, C], in the dtype of x, or of autocast.
     """
-    if (dtype := autocast_dtype(x)) is not None:
-        x = x.to(dtype)
+    x = _in_autocast(x)
     if x.shape[1] == 0:
         return x
     if weight.shape[1] <= MOST_TAPS and has_kernels(x.device, x.dtype):
@@ -89,6 +88,11 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
     y = ((seen.unfold(1, weight.shape[1], 1) * weight).sum(-1) + bias).to(x.dtype)
     past.copy_(seen[:, x.shape[1] :])
     return y
+
+
+def _in_autocast(x: Tensor) -> Tensor:
+    dtype = autocast_dtype(x)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
