@@ -5,7 +5,8 @@ limit on spilled registers holds for each; for an AMD GPU one launch of each ker
 {kernel, key_dim, tiles, stack, registers, code}: TILES, if the kernel has such; of a thread, the bytes of local memory
 that it spills to and its registers, null where the toolchain does not tell; and 12 hex digits of its machine code
 without names, so that a comparison of two records shows whether a move of files or names changed any instruction.
-Raises RuntimeError if code for NVIDIA reads the stack pointer as a number, or a uniform register that is not set.
+Raises RuntimeError if code for NVIDIA reads the stack pointer as a number, a uniform register that is not set, or the
+sums of products that may still run.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ STACK_POINTER = re.compile(r"\bR1\b")
 OF_THE_STACK = re.compile(r"LDC R1,|R1, R1,|\[R1\b")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+ )?(\S+) (.*?) *;")
 COPY = re.compile(r"U?MOV|IMAD\.(U32|MOV)")  # a copy may save a register that is not used
+
+# In a row of hundreds of products, LLVM copies the sums to other registers at any place. Where products still write
+# them, ptxas lets all products of the kernel run one by one, or the copy has sums that are not finished.
+PRODUCT = re.compile(r"wgmma\.mma_async\S* \{([^}]*)\}")
+WAIT = re.compile(r"wgmma\.wait_group\S* (\d+)")
 
 
 @contextmanager
@@ -237,6 +243,9 @@ def resources(compiled) -> dict[str, int | str | None]:
     lost = lost_values(code)
     if lost:
         raise RuntimeError(f"expected {compiled.metadata.name} to read registers that it sets, got {lost}")
+    early = early_reads(compiled.asm["ptx"])
+    if early:
+        raise RuntimeError(f"expected {compiled.metadata.name} to wait for the sums that it reads, got {early[:4]}")
     sizes = {"stack": r"STACK:(\d+)", "registers": r"REG:(\d+)"}
     found = {name: int(re.search(pattern, usage)[1]) for name, pattern in sizes.items()}
     return found | {"code": digits(compiled, code)}
@@ -262,6 +271,26 @@ def lost_values(code: str) -> list[str]:
             width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
             known |= set(range(int(target[1]), int(target[1]) + width))
     return lost
+
+
+def early_reads(code: str) -> list[str]:
+    """Returns the instructions, in PTX, with a register of the sums of products that may still run. At a label, to
+    which several ways lead, none is known to run."""
+    running: list[set[str]] = [set()]  # the registers of these sums, by groups of products; the last one is open
+    early = []
+    for line in map(str.strip, code.splitlines()):
+        product, wait = PRODUCT.match(line), WAIT.match(line)
+        if product:
+            running[-1].update(product[1].replace(" ", "").split(","))
+        elif line.startswith("wgmma.commit_group"):
+            running.append(set())
+        elif line.startswith("$"):
+            running = [set()]
+        elif wait:
+            running = running[-1 - int(wait[1]) :]
+        elif not line.startswith("//") and any(x in sums for sums in running for x in re.findall(r"%\w+", line)):
+            early.append(line)
+    return early
 
 
 def dumped(option: str, file: str) -> str:

@@ -70,3 +70,18 @@ def test_values_that_are_set(name):
 @pytest.mark.parametrize("name", WRONG)
 def test_lost_values(name):
     assert compile_kernels.lost_values(code(*WRONG[name])) == [WRONG[name][-1]]
+
+
+PRODUCTS = ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2}, {%r5}, %rd1, p, 1, 1, 0;",
+            "wgmma.commit_group.sync.aligned;")  # fmt: skip
+
+
+def ptx(waits: int) -> str:
+    """Two products, a wait for all but `waits` of them, and a copy of their sums."""
+    wait = ("// wait for regs: %r1,%r2", f"wgmma.wait_group.sync.aligned {waits};")
+    return "\n\t".join((*PRODUCTS, *PRODUCTS, *wait, "mov.b32 %r5, %r4;", "mov.b32 %r3, %r1;"))
+
+
+def test_early_reads():
+    assert not compile_kernels.early_reads(ptx(0))
+    assert compile_kernels.early_reads(ptx(1)) == ["mov.b32 %r3, %r1;"]

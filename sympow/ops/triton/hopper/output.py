@@ -167,6 +167,12 @@ def first_tile(parts, n, size, tile):
 
 
 @gluon.jit
+def _renamed(x):
+    """Returns x in new registers, by an instruction that LLVM does not look into."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _through_band(
     tiles, state, queries_s, columns, acc,
     FIRST: gl.constexpr, STOP: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, TILE0: gl.constexpr,
@@ -215,6 +221,10 @@ def _through_rows(
             tiles, state, queries_s, columns, acc, joined(PARTS, n, 0), joined(PARTS, n, 1), joined(PARTS, n, 2),
             joined(PARTS, n, 3), first_tile(PARTS, n, SIZE, TILE), STEPS, SIZE, TILE, V, layout, WARPS,
         )  # fmt: skip
+        if PARTS > 4:
+            # In a row of hundreds of products, LLVM copies the sums once, even where products still write them. So they
+            # get new registers after each band, where no product runs.
+            acc = _renamed(acc)
     for n in gl.static_range(STAGES):
         tiles[n]._keep_alive()
     return acc, total
