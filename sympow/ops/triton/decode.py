@@ -8,6 +8,7 @@ to the tail. If the tail has no room for the tokens of the step, every program f
 state.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.feature_map import multinomials, spow_indices
-from sympow.ops.runtime.launcher import launch, next_power_of_2, operator
-from sympow.ops.triton.plan import decoding
+from sympow.ops.runtime.launcher import ceil_div, launch, next_power_of_2, operator
+from sympow.ops.triton.plan import Decoding, decoding
 from sympow.ops.triton.primitives import power
+
+# Bytes of shared memory for tiles that are on their way. A program has 99 KB on those GPUs that have the least, and its
+# sums between threads take some of it.
+SHARED = 80 << 10
 
 
 @triton.jit
@@ -282,6 +287,10 @@ def power_decode(
     width = next_power_of_2(key_dim)
     wide = q.dtype == torch.float32
     plan = decoding(pairs, dim, rows, packed, width, columns, s.element_size(), wide, q.device)
+    # With a row of the state: its root, its z, its channels and, where these have 4 bytes, those channels of queries.
+    row = columns * s.element_size() + 4 * (1 + normalize + (p + 1) // 2 + (packed * p if wide else 0))
+    token = (width + columns) * tail_k.element_size() + 4
+    plan = _fitted(plan, dim, row, max(plan.tokens * token, plan.ranks * packed * 4 * (columns + normalize)))
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
     parts = torch.empty(pairs, plan.splits + 1, packed, columns, device=q.device, dtype=torch.float32)
     totals = torch.empty(pairs if normalize else 0, plan.splits + 1, packed, device=q.device, dtype=torch.float32)
@@ -307,6 +316,26 @@ def power_decode(
                 index=index, roots=roots, parts=parts, totals=totals, out=out[:, i],
             )  # fmt: skip
     return out
+
+
+def _fitted(plan: Decoding, dim: int, row: int, other: int) -> Decoding:
+    """Returns `plan` with tiles of the state so small, and stages so few, that copies fit into SHARED.
+
+    Args:
+        plan: a plan for D = `dim`.
+        row: bytes that are copied for a row of a tile of the state.
+        other: bytes of a tile of the tail or of the parts of the output, whichever is larger.
+    """
+    rows, stages = plan.rows, plan.stages
+    while rows > 1 and (stages - 1) * rows * row > SHARED:
+        rows //= 2
+    while (stages - 1) * max(rows * row, other) > SHARED:
+        stages -= 1
+    if (rows, stages) == (plan.rows, plan.stages):
+        return plan
+    tiles = plan.tiles * (plan.rows // rows)
+    splits = ceil_div(ceil_div(dim, rows), tiles)
+    return replace(plan, rows=rows, lanes=min(plan.lanes, rows), tiles=tiles, splits=splits, stages=stages)
 
 
 @lru_cache(maxsize=32)

@@ -214,6 +214,10 @@ def block_launches() -> list[tuple]:
 
 
 def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
+    return triton.compile(source_of(function, bound), target=target, options=options)
+
+
+def source_of(function, bound: dict) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
         value = bound[parameter.name]
@@ -230,7 +234,7 @@ def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
-    return triton.compile(source(function, signature, constants, attributes), target=target, options=options)
+    return source(function, signature, constants, attributes)
 
 
 def resources(compiled) -> dict[str, int | str | None]:

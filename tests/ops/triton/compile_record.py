@@ -38,9 +38,14 @@ def recorded(target: str) -> list[dict[str, Any]] | None:
 
 def compiled(target: str) -> list[dict[str, Any]]:
     """Compiles every kernel and returns the rows of `compile_kernels`. Raises RuntimeError where one does not."""
+    return printed("compile_kernels", target)
+
+
+def printed(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """Returns what a module of this folder prints that compiles, which Triton's interpreter does not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DISABLE_LINE_INFO"] = "1"  # which costs time and changes no instruction
-    command = [sys.executable, "-m", "tests.ops.triton.compile_kernels", target]
+    command = [sys.executable, "-m", f"tests.ops.triton.{module}", *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(run.stderr[-2000:])
