@@ -11,11 +11,12 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   square root of T; of a float32 sum over the D features of a state (`feature_sums`), growing as the square root of D,
   in outputs, in the gradients of keys and values through the returned states, and, by the normalizer and the output,
   in all gradients of a row that reads a state; for states and their gradients, whose terms are products of p entries
-  and a decay, each of which a kernel may round where the peer rounds the whole, p roundings to nearest; for other
-  results, if p > 2, the p - 2 such roundings that phi(q) and phi(k) have more than for p = 2; for the gate's gradient,
-  a sum over up to T tokens of q.dq - k.dk, the rounding of those dot products, |q||dq| and |k||dk|, each gradient a
-  float32 sum over up to T, growing as the square root of their number, and what dq and dk may err by, which at one
-  token is all there is.
+  and a decay, each of which a kernel may round where the peer rounds the whole (or nothing, as in z), p roundings to
+  nearest, of the result or, where terms of different tokens cancel and their roundings do not, of these terms
+  (`terms_into_states`); for other results, if p > 2, the p - 2 such roundings that phi(q) and phi(k) have more than for
+  p = 2; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot products, |q||dq|
+  and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number, and what dq and dk
+  may err by, which at one token is all there is.
   With a normalizer and p > 2, a query that is nearly orthogonal to all keys divides a small sum of large terms by
   another one: their roundings, p each, grow by the condition of the sums, and so does the gradient through that row.
   Its output and the gradient that goes into it are taken smaller by the square of the condition, so that it does not
@@ -257,6 +258,35 @@ def terms_through_states(case: Case, high: dict[str, Tensor | None], oracle: dic
 
 
 @torch.no_grad()
+def terms_into_states(
+    case: Case, high: dict[str, Tensor | None], oracle: dict[str, Tensor], row_weights: Tensor | None
+) -> dict[str, float]:
+    """The norms, over entries and tokens, of the terms that are summed to s, z, ds and dz, of those that the call has.
+
+    That of phi(x) is |x|**p. Each term rounds by itself, so the errors of a sum are about as large as the square root
+    of the sum of their squares, however much the terms cancel: with K = 1 and an odd p, z is a sum of numbers of both
+    signs.
+    """
+    q, k, v, log_g = (high[name] for name in ("q", "k", "v", "log_g"))
+    log_g = torch.zeros_like(k[..., 0]) if log_g is None else log_g.clamp(min=-800)
+    sizes: dict[str, float] = {}
+    spans = [slice(a, b) for a, b in pairwise((0, *(case.ends or (case.T,))))]
+    if case.return_state:
+        last = torch.cat([log_g[:, x].flip(1).cumsum(1).flip(1) - log_g[:, x] for x in spans], 1).exp()
+        weights = last * k.norm(dim=-1) ** case.p
+        sizes |= {"s": (weights * v.norm(dim=-1)).norm().item(), "z": weights.norm().item()}
+    if case.state:
+        kept = torch.cat([log_g[:, x].cumsum(1) for x in spans], 1).exp().repeat_interleave(case.H // case.G, 2)
+        weights = kept * (case.K**-0.5 * q.norm(dim=-1)) ** case.p
+        dout = gradients_of(oracle, row_weights)["out"].to(q)
+        if case.divides:
+            dout = dout / (_normalizers(case, high) + case.eps)
+            sizes["dz"] = (weights * (dout * oracle["out"]).sum(-1)).norm().item()
+        sizes["ds"] = (weights * dout.norm(dim=-1)).norm().item()
+    return sizes
+
+
+@torch.no_grad()
 def terms_of_states(case: Case, high: dict[str, Tensor | None], chunk_size: int | None) -> tuple[Tensor, Tensor]:
     """What a numerator [B, T, H, V] and a normalizer [B, T, H, 1] may round, in units of eps, in their sums over the
     features of the state before each chunk, float64."""
@@ -341,6 +371,7 @@ def assert_within_budget(
     floor = max((x.norm().item() for x in oracle.values()), default=0.0) * 1e-6
     cancelled = {} if row_weights is None else _cancelled(case, high, oracle, row_weights)
     features = _over_features(case, high, oracle, row_weights, chunk_size)
+    terms = terms_into_states(case, high, oracle, row_weights)
     wrong = []  # all of them, as which are wrong tells what is
     for name, got in actual.items():
         want = oracle[name]
@@ -352,14 +383,17 @@ def assert_within_budget(
         rounding += eps * torch.finfo(dtype).smallest_normal * got.numel() ** 0.5
         if reading is not None and name in reading:
             rounding += EPS32 * reading[name].norm().item()
-        rounding += (case.p / 2 if name in ("s", "z", "ds", "dz") else max(0, case.p - 2)) * eps * norm
+        if name in ("s", "z", "ds", "dz"):
+            rounding += case.p / 2 * eps * max(norm, terms.get(name, 0.0))
+        else:
+            rounding += max(0, case.p - 2) * eps * norm
         rounding += EPS32 * features.get(name, 0.0)
         if name == "dlog_g":
-            terms, errors = (
+            size, errors = (
                 sum((high[x].norm(dim=-1) * grad["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk")
                 for grad in (oracle, {n: peer[n].double() - oracle[n] for n in ("dq", "dk")})
             )
-            rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * terms + 2 * errors
+            rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * size + 2 * errors
         rows = 1.0
         if row_weights is not None:
             rows = row_weights if name == "out" else 1.0

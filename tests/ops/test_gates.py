@@ -211,6 +211,23 @@ def test_one_token_in_float16():
     check("triton", torch.float16, case, inputs, chunk)
 
 
+def test_the_budget_counts_terms_that_cancel():
+    """Of one channel and p = 3, z is a sum of cubes, here of 4.9, -3.6 and smaller ones. The kernels for Hopper round
+    each product of a cube, the decay's too; z then errs by 2.26e-2 of 1.35. Before, the budget was of the sum alone. A
+    cube that is left out, or a decay of values that is wrong by a fortieth, is not within it."""
+    case, inputs, chunk = drawn(5_000_008, 5_000_008, torch.bfloat16, 80, 8)
+    want = expected(case, inputs)
+    k, gates = inputs["k"].detach()[..., 0], inputs["log_g"].detach().double()
+    left = torch.cat([gates[:, 1:], torch.zeros_like(gates[:, :1])], 1).exp().flip(1).cumprod(1).flip(1)
+    cubes = (k * left).to(k.dtype) * k * k  # nothing is left of the state before
+    z = cubes.double().sum(1)[..., None]
+    assert (z - want["z"]).norm() > 1.4 * case.p / 2 * torch.finfo(k.dtype).eps * want["z"].norm()
+    assert_within_budget(want | {"z": z}, case, inputs, chunk, oracle=want)
+    for name, wrong in (("z", z - cubes[:, 38, :, None].double()), ("s", want["s"] * (1 - 1 / 40))):
+        with pytest.raises(AssertionError, match=f"^{name}: "):
+            assert_within_budget(want | {name: wrong}, case, inputs, chunk, oracle=want)
+
+
 @pytest.mark.parametrize("reset", [-1e4, -1e6, -1e9, -1e30, HARDEST], ids=str)
 @pytest.mark.parametrize("impl", ["eager", "reference", "triton"])
 def test_a_reset_takes_nothing_from_what_follows(impl, reset):
