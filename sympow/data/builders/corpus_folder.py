@@ -219,7 +219,8 @@ class _Writer:
         rows = rows.astype("<u2")
         start = sum(entry.rows for entry in self._entries if entry.split == document.split)
         if len(rows):
-            self._arrays[document.split][start : start + len(rows)] = rows
+            for row, values in enumerate(rows, start):  # one by one: zarr's threads report errors of other files later
+                self._arrays[document.split][row] = values
             folder = self._folder / f"{document.split}.zarr"
             for name in (".zarray", *(f"{row}.0" for row in range(start, start + len(rows))), "."):
                 sync(folder / name)  # no document in the list whose rows a loss of power would take away
