@@ -279,10 +279,11 @@ def test_sentences_of_the_page_follow_from_the_rows():
     bytes_of = [context_tables.sequence_bytes(each, DOCUMENT) / 1e6 for each in names[:2]]
     assert "It has {:.0f} MB, and gated softmax attention {:.0f}".format(*bytes_of) in TEXT
     long = [fmean(evidence.losses(each, at, MIDDLE)) for each in ("window", "power_delta") for at in (16_384, DOCUMENT)]
-    words = "the window has {:.3f} and {:.3f} nats (three runs each), the delta rule {:.3f} and {:.3f} (one run each)"
+    words = "the window has {:.3f} and {:.3f} nats (three runs each), the delta rule {:.3f} (one run) and {:.3f} (two)"
     assert words.format(*long) in TEXT
-    (hybrid,), (gate,) = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
-    assert f"but has {hybrid:.3f} nats; gated softmax attention has {gate:.3f} (one run each)" in TEXT
+    (hybrid,), gates = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
+    assert f"but has {hybrid:.3f} nats (one run); gated softmax attention has {fmean(gates):.3f} (two)" in TEXT
+    assert len(gates) == len(evidence.losses("power_delta", DOCUMENT, MIDDLE)) == 2
     decoding = [evidence.speed(each, DOCUMENT, "decoding") for each in names[:2]]
     assert f"It decodes {decoding[0] / decoding[1]:.1f} times as fast" in TEXT
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
