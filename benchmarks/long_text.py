@@ -97,7 +97,10 @@ def plot(rows: Sequence[dict], path: Path) -> None:
         below.errorbar([row["end"] for row in gained], [row["gain"] for row in gained],
                        [row["gain_half"] or 0.0 for row in gained], capsize=3, **look)  # fmt: skip
     below.axhline(0.0, color="grey", linewidth=0.8)
-    title = "Held-out texts of a million tokens" + ("" if seeds > 1 else ", one run each")
+    trained = sorted({(row["tokens"], row["trained_context"]) for row in rows})
+    sizes = "; ".join(f"{tokens / 1e6:,.0f}M tokens in rows of {context:,}" for tokens, context in trained)
+    title = f"Held-out texts of a million tokens, after training on\n{sizes} (dotted)"
+    title += "" if seeds > 1 else ", one run each"
     above.set(ylabel="loss, nats a token", title=title)
     below.set(xscale="log", xlabel="position in the text, tokens", ylabel="gain from the far context, nats")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=2)

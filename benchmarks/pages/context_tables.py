@@ -154,7 +154,7 @@ def choice_table(evidence: Evidence) -> str:
     settings, far = evidence.settings(), evidence.far()
     heading = ["model", *(f"{context:,}, {_millions(tokens)}" for context, tokens in settings)]
     heading += [] if far is None else [f"{TRAINED_AT:,}, {_millions(far)}, read at {DOCUMENT:,}"]
-    heading += ["training, tokens/s at 4,096 and 65,536", "MB at 4,096, 65,536, 1M"]
+    heading += ["training, tokens/s at 4,096 and 65,536", "MB at 4,096, 65,536, 1,048,576"]
     heading += [f"decoding, tokens/s of {SEQUENCES} sequences after 4,096 and 65,536"]
     lines = []
     for variant, name in MODELS.items():
@@ -168,9 +168,9 @@ def choice_table(evidence: Evidence) -> str:
 def short_table(evidence: Evidence) -> str:
     """Returns a row for each model: losses in rows as trained and in whole documents, speeds, and bytes."""
     tokens = evidence.far()
-    heading = (f"trained on {_millions(tokens or 0)} tokens in rows of {TRAINED_AT:,} | loss, nats (95%) | "
-               f"loss in rows of {DOCUMENT:,} | training in rows of {TRAINED_AT:,}; {DOCUMENT:,}, tokens/s "
-               f"on an {evidence.timed_on()} | MB of a sequence of 4,096; 65,536; 1M tokens")  # fmt: skip
+    heading = (f"trained on {_millions(tokens or 0)} tokens in rows of {TRAINED_AT:,} | loss, nats (95%, three runs) | "
+               f"loss in rows of {DOCUMENT:,} | training in rows of {TRAINED_AT:,}; {DOCUMENT:,}, tokens/s on an "
+               f"{evidence.timed_on()} (one run) | MB of a sequence of 4,096; 65,536; 1,048,576 tokens")  # fmt: skip
     lines = []
     for variant in SHOWN:
         losses = [_losses(evidence.losses(variant, TRAINED_AT, tokens or 0, at)) for at in (None, DOCUMENT)]

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.bigram import KERNEL, not_learned
-from benchmarks.common.intervals import interval
+from benchmarks.common.intervals import Interval, interval
 from benchmarks.common.measure import known
 from benchmarks.common.measure import write as write_rows
 from benchmarks.context_scaling import __main__ as program
@@ -263,7 +263,7 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"{window:.2f} times the loss of gated softmax attention; p = 2 has {power:.2f} times" in TEXT
     equal = [interval(evidence.ratios("window+window=2112", 4096, MIDDLE)),
              interval(evidence.losses("window+window=2112", 4096, MIDDLE, DOCUMENT))]  # fmt: skip
-    words = "It has {} times the loss of gated softmax attention at 4,096 tokens, and {} nats read at 65,536"
+    words = "{} times the loss of gated softmax attention at 4,096 tokens, and {} nats read at 65,536"
     assert words.format(*(each.text() for each in equal)) in TEXT
     names = ("hybrid_heads_delta", "softmax_gate", "hybrid_delta_gate", "window", "power")
     best, control, *others = far = [loss(each, MIDDLE, DOCUMENT) for each in names]
@@ -275,39 +275,44 @@ def test_sentences_of_the_page_follow_from_the_rows():
     words = "it trains {:.1f} times as fast as gated softmax attention, and a window {:.1f} times"
     assert words.format(*(rate / control for rate in faster)) in TEXT
     short = evidence.speed("hybrid_heads_delta", 4096) / evidence.speed("softmax_gate", 4096)
-    assert f"in rows of 4,096 the hybrid trains {short:.1f} times as fast" in TEXT
+    assert f"in rows of 4,096 the hybrid {short:.1f} times" in TEXT
     bytes_of = [context_tables.sequence_bytes(each, DOCUMENT) / 1e6 for each in names[:2]]
     assert "It has {:.0f} MB, and gated softmax attention {:.0f}".format(*bytes_of) in TEXT
     long = [fmean(evidence.losses(each, at, MIDDLE)) for each in ("window", "power_delta") for at in (16_384, DOCUMENT)]
-    words = "the window has {:.3f} and {:.3f} nats (three runs each), the delta rule {:.3f} (one run) and {:.3f} (two)"
+    words = "it has {:.3f} and {:.3f} nats (three runs each), the delta rule {:.3f} (one run) and {:.3f} (two)"
     assert words.format(*long) in TEXT
     (hybrid,), gates = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
-    assert f"but has {hybrid:.3f} nats (one run); gated softmax attention has {fmean(gates):.3f} (two)" in TEXT
-    assert len(gates) == len(evidence.losses("power_delta", DOCUMENT, MIDDLE)) == 2
+    assert f"but has {hybrid:.3f} nats (one run)" in TEXT and f"and has {fmean(gates):.3f} nats (two)" in TEXT
+    deltas = evidence.losses("power_delta", DOCUMENT, MIDDLE)
+    assert len(gates) == len(deltas) == 2
+    read = {row["variant"]: row["loss"] for row in known(RESULTS / "long_text_gpu.csv") if row["end"] == 1 << 20}
+    pairs = [[f"{read[each]:.3f}" for each in two] for two in (names[:2], ("power_delta", "window"))]
+    assert all("end at {} and {} nats".format(*pair) in TEXT for pair in pairs)
+    assert abs(read["window"] - read["power_delta"]) < abs(deltas[0] - deltas[1])
     decoding = [evidence.speed(each, DOCUMENT, "decoding") for each in names[:2]]
     assert f"It decodes {decoding[0] / decoding[1]:.1f} times as fast" in TEXT
     window, delta = (loss(each, LONG) for each in ("window", "power_delta"))
     assert f"they are level ({window:.3f} and {delta:.3f} nats, one run each)" in TEXT and abs(window - delta) < 0.01
     pairs = zip(*(evidence.losses(each, 4096, MIDDLE) for each in ("power_delta", "window")), strict=True)
     behind = interval([own - other for own, other in pairs])
-    assert f"the delta rule is {behind.text()} nats behind the window after 100 million" in TEXT
+    assert f"the delta rule is {behind.text()} nats behind it after 100 million" in TEXT
     read = [loss(each, LONG, DOCUMENT) for each in ("window", "power_delta", "heads_delta")]
     words = "window, delta rule and both (without offset) have {:.3f}, {:.3f} and {:.3f} (one run each)"
     assert words.format(*read) in TEXT
     halves, alone = (evidence.speed(each, DOCUMENT, "decoding") for each in ("heads_delta", "window"))
-    assert "which decodes half as fast" in TEXT and 0.45 < halves / alone < 0.55
+    assert "and decodes half as fast" in TEXT and 0.45 < halves / alone < 0.55
     name = 'heads_delta+options={"offset":0.09}'
     offset = [row["held_out_loss"] for row in known(RESULTS / "learning.csv")
               if (row["variant"], row["tokens"]) == (name, LONG)]  # fmt: skip
     both = fmean(offset)
     link = "[an offset of the scores](learning.md#options-that-were-tried)"
-    words = f"has {loss('heads_delta', LONG):.3f} (one run), or {both:.3f} with {link} (three)"
+    words = f"then has {loss('heads_delta', LONG):.3f} (one run), or {both:.3f} with {link} (three)"
     assert words in TEXT and both < delta and len(offset) == 3
     found_ratios = {context: evidence.ratios("hybrid_heads_delta", context, MIDDLE) for context in (4096, 16_384)}
     texts = {context: interval(ratios).text() for context, ratios in found_ratios.items()}
     assert {len(ratios) for ratios in found_ratios.values()} == {3}
     assert f"has {texts[4096]} times its loss (three pairs) and 18 MB in place of 38" in TEXT
-    assert f"In rows of 16,384 the loss is {texts[16_384]} times that of gated softmax attention (three pairs)" in TEXT
+    assert f"In rows of 16,384 its loss is {texts[16_384]} times that of gated softmax attention (three pairs)" in TEXT
     many = [Run(each, DOCUMENT, MIDDLE, documents=8) for each in ("power", "softmax")]
     assert f"p = 2 has {found.ratio(*many).text()} times the loss of softmax attention" in TEXT
     assert f"softmax attention had {found.mean(many[1], 'held_out_loss').mean:.3f} nats" in TEXT
@@ -315,6 +320,26 @@ def test_sentences_of_the_page_follow_from_the_rows():
     for variant in ("window32", "power"):
         ratio = found.ratio(Run(variant, DOCUMENT), Run("softmax", DOCUMENT))
         assert f"({ratio.text()}" in TEXT and ratio.count == 3
+
+
+def test_the_readme_says_by_the_rows_which_model_to_train():
+    readme, evidence = " ".join((ROOT / "README.md").read_text("utf-8").split()), context_tables.Evidence(RESULTS)
+
+    def times(variant: str, control: str, read_at: int | None = None) -> Interval:
+        pairs = zip(*(evidence.losses(each, 4096, MIDDLE, read_at) for each in (variant, control)), strict=True)
+        found = interval([own / other for own, other in pairs])
+        assert found.count == 3
+        return found
+
+    equal = times("hybrid_heads_delta", "softmax_gate", DOCUMENT)
+    assert f"in rows of 4 thousand: {equal.text()} times its loss" in readme
+    controls = ("window+window=2112", "softmax_gate", "hybrid_heads_delta")
+    words = "p = 2, with as many, has {:.2f} times its loss, {:.2f} times that of gated softmax, {:.2f} of the hybrid"
+    assert words.format(*(times("power", each).mean for each in controls)) in readme
+    gate, hybrid = (context_tables.sequence_bytes(each, 1 << 20) / 1e9 for each in controls[1:])
+    assert 5 < gate / hybrid < 6 and f"if {hybrid:.1f} GB fit" in readme and "a fifth of the bytes" in readme
+    read = {row["variant"]: row["loss"] for row in known(RESULTS / "long_text_gpu.csv") if row["end"] == 1 << 20}
+    assert f"({read['hybrid_heads_delta'] / read['softmax_gate']:.2f} times, one run)" in readme
 
 
 @pytest.mark.parametrize(
