@@ -131,7 +131,7 @@ def claim_1(rows: Sequence[Row], name: str = BASE) -> str:
         if any(need.values()) and len(widths) == 1:
             reached, missed = ([str(n) for n, w in need.items() if (w is None) == none] for none in (False, True))
             but = f", not at N {', '.join(missed)}" if missed else ""
-            said.append(f"{label} was tried at d {widths[0]} alone: it reaches {RECALLED:.0%} at N "
+            said.append(f"At d {widths[0]} {label} reaches {RECALLED:.0%} at N "
                         f"{', '.join(reached)}{but}.")  # fmt: skip
         elif any(need.values()):
             needs = ", ".join(f"d {w} at N {n}" if w else f"more than d {widths[-1]} at N {n}" for n, w in need.items())

@@ -306,7 +306,7 @@ def test_sentences_of_the_page_follow_from_the_rows():
               if (row["variant"], row["tokens"]) == (name, LONG)]  # fmt: skip
     both = fmean(offset)
     link = "[an offset of the scores](learning.md#options-that-were-tried)"
-    words = f"then has {loss('heads_delta', LONG):.3f} (one run), or {both:.3f} with {link} (three)"
+    words = f"then have {loss('heads_delta', LONG):.3f} (one run), or {both:.3f} with {link} (three)"
     assert words in TEXT and both < delta and len(offset) == 3
     found_ratios = {context: evidence.ratios("hybrid_heads_delta", context, MIDDLE) for context in (4096, 16_384)}
     texts = {context: interval(ratios).text() for context, ratios in found_ratios.items()}

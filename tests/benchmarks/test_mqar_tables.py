@@ -65,7 +65,7 @@ def test_an_unsolved_length_allows_no_verdict():
 def test_one_width_tells_nothing_of_the_width_that_a_row_needs():
     rows = grid({"attention": SOLVED, "Hyena": (0.95, 0.1, 0.99, 0.92)})
     said = claim_1([each for each in rows if each["width"] == 8])
-    assert "Hyena was tried at d 8 alone: it reaches 90% at N 64, not at N 256." in said and "more than" not in said
+    assert "At d 8 Hyena reaches 90% at N 64, not at N 256." in said and "more than" not in said
 
 
 def test_a_cell_tells_seeds_and_the_excess_over_guessing():

@@ -46,7 +46,8 @@ def _model(mixer: str, d_model: int, n_layers: int, n_heads: int = 1, *, mlp_cos
 
 
 # By the millions of parameters that the source gives. Printed shapes are corrected where no count gives its numbers:
-# BaseConv 168 is 864 wide (not 852), Hyena 358 has 36 layers (not 24) and an MLP whose width is not rounded.
+# BaseConv 168 is 864 wide (not 852), long convolution 128 is 768 (not 864), Hyena 358 has 36 layers (not 24) and an MLP
+# whose width is not rounded.
 ZOOLOGY_MODELS: dict[tuple[str, int], ZoologyModel] = {
     ("attention", 73): _model("attention", 704, 6, 8),
     ("attention", 125): _model("attention", 768, 12, 12),

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from sympow.recall.theory.base_conv import apply
 from sympow.recall.theory.butterfly import Factor, factors_as_base_conv, kaleidoscope, random_butterfly, transposed
 from sympow.recall.theory.circuits import Circuit, circuit_as_base_conv, fourier_circuit, planned
-from sympow.recall.theory.instances import NONE, draw
+from sympow.recall.theory.instances import NONE, Instances, draw
 from sympow.recall.theory.routing import copies, gather, permutation
 from sympow.recall.theory.simulation import retnet_as_base_conv
 from sympow.recall.theory.sorting import (
@@ -262,12 +262,22 @@ def test_a_circuit_of_comparators_recalls(triples, bits, scanned):
     assert circuit.size <= 12 * n * (bits + log) * log**2 and circuit.depth <= 12 * math.log2(bits + log) * log**2
 
 
-@pytest.mark.parametrize(("triples", "count"), [(2, 1000), (4, 100)])
-def test_base_conv_recalls_by_the_circuit(triples, count, scanned):
-    """Theorem 4.4. The tape is of float32, in which the zeros and ones are exact."""
-    bits = 2
-    rows = draw(count, triples, 2**bits, seed=0)
+def every_row(triples: int, vocab_size: int) -> Instances:
+    keys = torch.tensor(list(itertools.permutations(range(vocab_size), triples)))
+    others = torch.cartesian_prod(*[torch.arange(vocab_size)] * (2 * triples))
+    values, queries = others.repeat(len(keys), 1).split(triples, 1)
+    return Instances(keys.repeat_interleave(len(others), 0), values, queries, vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "answered"), [(every_row(2, 4), 0.125), (draw(100, 4, 4, seed=0), 0.37)], ids=["all of 2", "100 of 4"]
+)
+def test_base_conv_recalls_by_the_circuit(rows, answered, scanned):
+    """Theorem 4.4. The tape is of float32, in which the zeros and ones are exact. Most queries have no answer."""
+    bits, triples = 2, rows.keys.shape[1]
     model = circuit_as_base_conv(recall_circuit(triples, bits), 16, torch.float32)
     out = model(written(rows, bits))
     assert set(out.unique().tolist()) <= {0.0, 1.0}
-    assert torch.equal(answers(out, bits), scanned(rows))
+    expected = scanned(rows)
+    assert torch.equal(answers(out, bits), expected)
+    assert (expected != NONE).double().mean() == pytest.approx(answered, abs=0.02)
