@@ -107,3 +107,25 @@ def test_the_guide_quotes_the_rows_of_the_demo():
     assert words.format(*right) in text
     values, filler = (span("demo-power", f"{part}_loss", ".2f") for part in ("asked", "filler"))
     assert f"({values} nats with power attention) are nearly those on filler ({filler})" in text
+
+
+def test_the_guide_quotes_the_rows_of_the_passages_of_the_source():
+    with (ROOT / "benchmarks" / "results" / "recall_probe_source.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = " ".join((ROOT / "docs" / "guides" / "ar-hits.md").read_text(encoding="utf-8").split())
+    assert {(row["length"], row["filler"]) for row in rows} == {("1024", "zero")}
+
+    def span(prefix: str, column: str) -> tuple[float, float]:
+        found = [float(row[column]) for row in rows if row["model"].startswith(prefix)]
+        return min(found), max(found)
+
+    for prefix, words, losses in (
+        ("SmolLM2", "SmolLM2-135M answers {:.1%} to {:.1%} of 1,024 queries", "of {:.2f} to {:.2f} nats on values"),
+        (
+            "demo",
+            "The demo's models answer {:.1%} to {:.1%} of 2,048 queries",
+            "with losses of {:.2f} to {:.2f} nats (",
+        ),
+    ):
+        expected = (words.format(*span(prefix, "asked_accuracy")), losses.format(*span(prefix, "asked_loss")))
+        assert all(each in text for each in expected), expected
