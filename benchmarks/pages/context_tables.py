@@ -229,13 +229,14 @@ def draw(evidence: Evidence) -> Any:
         points += [] if speed is None else [(right, tokens / speed)]
         for axis, x in points if losses else []:
             seeds.add(len(losses))
-            look = model_look(variant) | {"linestyle": "none"}
-            axis.plot([x] * len(losses), losses, **look, label=name if axis is left else None)
+            look = model_look(variant) | {"linestyle": "none", "alpha": 0.6}
+            told = name + (", not timed" if speed is None else "")
+            axis.plot([x] * len(losses), losses, **look, label=told if axis is left else None)
     left.set_xscale("log")
     left.set_xticks([10, 100, 1000], ["10", "100", "1,000"])
     left.set_xlabel(f"MB of one sequence of {DOCUMENT:,} tokens")
     left.set_ylabel(f"loss in rows of {DOCUMENT:,} tokens (nats)")
-    right.set_xlabel("seconds of training on one H200, by the rate")
+    right.set_xlabel("seconds of training on one H200: tokens / rate")
     for axis in (left, right):
         axis.margins(x=0.15, y=0.15)
     set_grid((left, right))
