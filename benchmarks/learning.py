@@ -113,7 +113,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "middle_65536": runs((*MAIN, "window", "hybrid_heads_delta"), (65_536,), MIDDLE, seeds=(0,)),
     "prose": runs((*MAIN, "window", "hybrid_heads_delta"), (4096,)),  # with another corpus
     "long": runs(("power_delta", "heads_delta", "softmax_gate", "power"), (4096,), LONG),
-    # Claims of the papers. [SCRA] Table 4: equal states and tokens; Figures 3 and 1: linear attention beside a window of
+    # Claims of the papers. [SCRA] Table 4: equal states, tokens; Figures 3 and 1: linear attention beside a window of
     # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.
     "scra_states": [*runs(("softmax",), (1024,), MIDDLE), *runs(("window", "power"), (4096,), MIDDLE)],
     # Linear attention has a norm of the heads in this body, and so has what it is compared with.

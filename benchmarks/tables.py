@@ -158,7 +158,7 @@ def decoding_gpu_table(rows: list[dict]) -> str:
         lines.append(cells)
     softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
     about = f"p {rows[0]['p']}, gated, {rows[0]['dtype']}, as CUDA graphs; softmax: {softmax}"
-    heading = "heads, K | state | B | us a token | state, GB/s | share of the rate of a copy | softmax over 65,536, us | ratio"
+    heading = "heads, K | state | B | us a token | state, GB/s | share of a copy | softmax over 65,536, us | ratio"
     return titled(heading, lines, rows, about, left=(0, 1))
 
 
@@ -177,7 +177,7 @@ def brumby_table(rows: list[dict]) -> str:
     row = rows[0]
     copies = dict.fromkeys(f"{row['copy_gb_per_s']:,}" for row in rows if row["what"] == "decoding")
     about = f"{row['parameters']:,} parameters in {row['dtype']}, states in float32; a copy at {', '.join(copies)} GB/s"
-    heading = " | ms a token | tokens/s | least GB a step | GB/s | share of the rate of a copy | peak of memory, GB"
+    heading = " | ms a token | tokens/s | least GB a step | GB/s | share of a copy | peak of memory, GB"
     return titled(heading, lines, rows, about)
 
 
