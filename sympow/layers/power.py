@@ -108,7 +108,7 @@ class PowerAttention(AttentionMixer):
     ):
         super().__init__(d_model, n_heads, rotation=rotation, **(BLOCK | heads))
         p, chunk_size = plain(p), plain(chunk_size)
-        check_options(p, None, bool(normalize), eps)
+        check_options(p, None, False if normalize is None else normalize, eps)
         check_form(chunk_size, impl)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         if not (math.isfinite(initial_score) and initial_score >= 0):

@@ -20,6 +20,7 @@ from sympow.ops.availability import concatenated
 from sympow.ops.context_parallel import previous_tokens
 from sympow.ops.cost import convolution_flops
 from sympow.ops.fused.short_convolution import short_convolution, short_convolution_step
+from sympow.ops.types import check_writable
 
 _FEW = 16  # tokens
 
@@ -77,9 +78,11 @@ class DepthwiseConvolution(nn.Module):
     def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
         """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs.
 
-        If gradients are off, the method may write these inputs into `past`.
+        If gradients are off, the method may write these inputs into `past`. Raises ValueError for a `past` that it
+        cannot write into, which is expanded or was made in inference mode.
         """
         if x.shape[1] <= _FEW and not torch.is_grad_enabled():
+            check_writable(past)
             return short_convolution_step(x, past, self.weight, self._offset()), past
         y = short_convolution(x, self.weight, self._offset(), past=past)
         return y, _last(x, past, x.shape[1])

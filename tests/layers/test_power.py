@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.layers import LinearAttention, PowerAttention, SoftmaxAttention
+from sympow.layers.registry import make_mixer
 from sympow.ops import DecodingState
 from sympow.ops.types import OutOfRangeError
 from tests.draws import disturb, normal
@@ -340,3 +341,21 @@ def test_complex_weights_and_inputs_are_refused():
         layer.qkv.weight = torch.nn.Parameter(weights["qkv.weight"])
         with pytest.raises(TypeError, match=r"^x and the weights must be real; got x torch.float32, weights torch.c"):
             layer(x)
+
+
+def test_normalize_is_a_boolean():
+    with pytest.raises(TypeError, match="normalize must be True or False; got 1"):
+        PowerAttention(16, 2, normalize=1)
+
+
+@pytest.mark.parametrize("mixer", ["power", "power_delta", "short_convolution"])
+def test_a_step_refuses_a_state_that_it_cannot_write_into(mixer):
+    """An expanded one, whose rows share memory, and one that was made in inference mode."""
+    layer = make_mixer(mixer, 16, 2, {"mixer": "power"} if mixer == "short_convolution" else {})
+    with torch.inference_mode():
+        made = layer.step(torch.randn(1, 3, 16), layer.init_state(1))[1]
+    shared = layer.init_state(1).mapped(lambda x: x.expand(2, *x.shape[1:]))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"not made in inference mode: clone\(\) it"):
+        layer.step(torch.randn(1, 1, 16), made)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"got an expanded one: clone\(\) it"):
+        layer.step(torch.randn(2, 1, 16), shared)

@@ -189,8 +189,10 @@ def test_bfloat16_autocast_is_close_to_float32():
 def test_autocast_leaves_float64_as_it_is():
     built, x = model(), tokens()
     whole, (steps, _) = built(x), built.step(x[:, :20], built.init_state(2))
+    loss = built.loss_sum(x, x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(built(x), whole)
+        assert torch.equal(built.loss_sum(x, x), loss) and loss.dtype == torch.float64
         assert torch.equal(built.step(x[:, :20], built.init_state(2))[0], steps)
 
 
