@@ -10,8 +10,8 @@ from sympow.evaluation.context_loss import Bin, Curve
 from sympow.files import naming
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; markers tell the curves apart in black and white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#7F7F7F", "#6A3D9A")
+MARKERS = "osD^vPXh<>"
 FIRST_CONTEXT = 16  # shorter contexts are left out of the image: their losses are high and would flatten the rest
 
 

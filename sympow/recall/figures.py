@@ -285,9 +285,12 @@ def _dotted_line(
 
 
 def _finish(figure: Any, axes: Sequence[Any], y_label: str, rows: Sequence[Row], accuracy: bool = True) -> Any:
-    """Sets grid and limits, wraps titles, draws one legend for all panels, and says how many seeds the points have."""
+    """Sets grid and limits, wraps titles, draws one legend for all panels, and tells the rows of training and seeds."""
     points = group(rows, "model", "mixers", "width", "heads", "layers", "test", "learning_rate").values()
-    figure.suptitle(plot.told_seeds([len({row["seed"] for row in same}) for same in points]), fontsize=10)
+    examples = sorted({row["examples"] for row in rows})
+    told = [f"{' to '.join(f'{n:,}' for n in dict.fromkeys((examples[0], examples[-1])))} rows of training"]
+    told.append(plot.told_seeds([len({row["seed"] for row in same}) for same in points]))
+    figure.suptitle(f"N: tokens of a row, D: pairs, d: width; {', '.join(told)}", fontsize=10)
     plot.set_grid(axes)
     for axis in axes:
         if accuracy:

@@ -109,7 +109,8 @@ def test_the_number_of_seeds_is_that_of_every_point(made_up, drawn):
     rows = [row for row in made_up if row["heads"] == 1]
     fewer = [row for row in rows if row["seed"] == 0 or row["width"] == 64]
     for some, told in ((rows, "3 seeds"), (fewer, "1 to 3 seeds"), (rows[::3], "one seed")):
-        assert drawn(some)["frontier"][0].figure.get_suptitle() == told
+        about = f"N: tokens of a row, D: pairs, d: width; {rows[0]['examples']:,} rows of training, {told}"
+        assert drawn(some)["frontier"][0].figure.get_suptitle() == about
 
 
 def test_pairs_and_heads(made_up, drawn):
