@@ -1,9 +1,10 @@
 """Times decoding after short and long contexts: `python -m benchmarks.decoding --csv FILE`.
 
 With `--device cuda` a step of the op is timed, see `decoding_gpu.py`. Otherwise, and with `--models`, whole models are
-timed: the same model with power attention, with and without its block, and with softmax attention. Before a model is
-timed, a step is checked against the full forward at the shortest context. One token after each context is decoded in
-every round, so that other load on the machine affects all contexts alike.
+timed: the same model with power attention, with and without its block, in the published form without and with a gate
+and a learned rotation ([CST], appendix A.5), and with softmax attention. Before a model is timed, a step is checked
+against the full forward at the shortest context. One token after each context is decoded in every round, so that other
+load on the machine affects all contexts alike. Contexts up to WHOLE tokens are also read in one forward pass.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from benchmarks.common.measure import keep, measured, options, synchronize
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 from sympow.models.slots import Slots
+from sympow.recipes.scaling import CONFORMAL, PUBLISHED, UNGATED
 
 PLAIN = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 MIXERS = {
     "power": MixerConfig("power"),
     "power, no block": MixerConfig("power", PLAIN),
+    "power, published": MixerConfig("power", PUBLISHED | UNGATED),
+    "power, published, gate and rotation": MixerConfig("power", PUBLISHED | CONFORMAL),
     "softmax": MixerConfig("softmax"),
 }
 VOCABULARY = 2048
 CHUNK = 512
 WARM_UP = 16  # tokens decoded before any is timed
+CONTEXTS = (1024, 16_384, 32_768)
+WHOLE = 16_384
+ROUNDS = 5  # of forward passes
 CHECKED = 3  # tokens of the check: a CUDA graph is made at the second step, and the third step only runs it
 
 
@@ -114,6 +121,7 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
             synchronize(device)
             times[context].append((time.perf_counter() - start) * 1e3)
     ms = {context: statistics.median(each[WARM_UP:]) for context, each in times.items()}
+    whole = {context: forward_ms(model, context) for context in states if context <= WHOLE}
     return [
         {"mixer": name, "options": config.mixers[0].options, "device": device, "dtype": "float32"}
         | {
@@ -123,10 +131,23 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
             "vocabulary": config.vocab_size,
         }
         | {"context": context, "tokens": tokens, "ms_per_token": round(ms[context], 4), "state_bytes": held[context]}
+        | {"forward_ms": whole.get(context)}
         | {"ratio": round(ms[context] / ms[min(contexts)], 3), "err": float(f"{wrong:.2e}")}
         | measured(device)
         for context in states
     ]
+
+
+def forward_ms(model: LanguageModel, context: int) -> float:
+    """Returns the milliseconds in which a model reads `context` tokens in one pass, the median of some rounds."""
+    text = torch.zeros(1, context, dtype=torch.int64, device=device_of(model))
+    times = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        model(text)
+        synchronize(text.device.type)
+        times.append((time.perf_counter() - start) * 1e3)
+    return round(statistics.median(times[1:]), 2)
 
 
 def main() -> None:
@@ -134,14 +155,16 @@ def main() -> None:
     parser.add_argument("--models", action="store_true", help="time models on a GPU as well, not the op")
     parser.add_argument("--preset", default="tiny", help="shape of the models (default: tiny)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 16384, 32768], help="(default: 1024 16384 32768)"
+    )
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
     if args.device == "cuda" and not args.models:
         keep(args.csv, map(decoding_gpu.measure, decoding_gpu.CASES), decoding_gpu.line)
         return
     torch.set_num_threads(args.threads)
-    print(f"{'mixer':>15} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
+    print(f"{'mixer':>35} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
     found = (measure(name, preset(args.preset, args.vocabulary, mixer), args.contexts, args.tokens, args.device)
              for name, mixer in MIXERS.items())  # fmt: skip
     keep(args.csv, chain.from_iterable(found), line)
@@ -150,7 +173,7 @@ def main() -> None:
 def line(row: dict) -> str:
     """Returns a row as text to print."""
     timing = f"{row['ms_per_token']:>9.3f} {row['ratio']:>6.2f}"
-    return f"{row['mixer']:>15} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}"
+    return f"{row['mixer']:>35} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}"
 
 
 if __name__ == "__main__":

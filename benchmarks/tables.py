@@ -95,7 +95,12 @@ def decoding_table(rows: list[dict]) -> str:
     """Returns a row for each mixer and context."""
     lines = [[row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
              for row in rows]  # fmt: skip
-    return titled("mixer | context | ms a token | state, bytes", lines, rows)
+    heading = "mixer | context | ms a token | state, bytes"
+    if "forward_ms" in rows[0]:
+        heading += " | forward of the context, ms"
+        lines = [[*cells, "" if row["forward_ms"] is None else f"{row['forward_ms']:,.0f}"]
+                 for cells, row in zip(lines, rows, strict=True)]  # fmt: skip
+    return titled(heading, lines, rows)
 
 
 def gpu_table(rows: list[dict]) -> str:

@@ -21,7 +21,7 @@ def test_rows(name):
     model = LanguageModel(config(mixer))
     assert [row["context"] for row in rows] == [40, 600]
     for row in rows:
-        assert row["mixer"] == name and row["ms_per_token"] > 0
+        assert row["mixer"] == name and row["ms_per_token"] > 0 and row["forward_ms"] > 0
         assert row["ratio"] == pytest.approx(row["ms_per_token"] / rows[0]["ms_per_token"], rel=0.01)
         positions = sum(t.numel() for t in model.init_state(1).tensors() if t.dtype == torch.float64)
         assert row["state_bytes"] == 4 * model.state_size(row["context"]) + 4 * positions
@@ -56,4 +56,4 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert [(row["mixer"], row["context"]) for row in read(file)] == [
         (name, context) for name in decoding.MIXERS for context in (8, 40)
     ]
-    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert len(capsys.readouterr().out.splitlines()) == 11
