@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import decoding
 from benchmarks.common.measure import read
+from benchmarks.tables import RESULTS, ROOT
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 
@@ -57,3 +58,17 @@ def test_command(tmp_path, monkeypatch, capsys):
         (name, context) for name in decoding.MIXERS for context in (8, 40)
     ]
     assert len(capsys.readouterr().out.splitlines()) == 11
+
+
+def test_the_page_quotes_the_committed_times():
+    rows = {(row["mixer"], row["context"]): row for row in read(RESULTS / "decoding_cpu.csv")}
+    text = " ".join((ROOT / "docs/results/speed.md").read_text("utf-8").split())
+
+    def more(mixer: str, base: str, column: str, context: int) -> str:
+        return f"{rows[mixer, context][column] / rows[base, context][column] - 1:.0%}"
+
+    published, own = "power, published", "power, published, gate and rotation"
+    block = more("power", "power, no block", "ms_per_token", 1024)
+    step, whole = (more(own, published, column, 16_384) for column in ("ms_per_token", "forward_ms"))
+    assert f"With its block, power attention takes {block} more time for a token" in text
+    assert f"take {step} more time for a token, and {whole} more for a forward pass of 16,384 tokens" in text
