@@ -334,7 +334,7 @@ def test_the_readme_says_by_the_rows_which_model_to_train():
     equal = times("hybrid_heads_delta", "softmax_gate", DOCUMENT)
     assert f"in rows of 4 thousand: {equal.text()} times its loss" in readme
     controls = ("window+window=2112", "softmax_gate", "hybrid_heads_delta")
-    words = "p = 2, with as many, has {:.2f} times its loss, {:.2f} times that of gated softmax, {:.2f} of the hybrid"
+    words = "has as many bytes and {:.2f} times its loss, {:.2f} times that of gated softmax, {:.2f} of the hybrid"
     assert words.format(*(times("power", each).mean for each in controls)) in readme
     gate, hybrid = (context_tables.sequence_bytes(each, 1 << 20) / 1e9 for each in controls[1:])
     assert 5 < gate / hybrid < 6 and f"if {hybrid:.1f} GB fit" in readme and "a fifth of the bytes" in readme
