@@ -138,6 +138,7 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
     ]
 
 
+@torch.no_grad()
 def forward_ms(model: LanguageModel, context: int) -> float:
     """Returns the milliseconds in which a model reads `context` tokens in one pass, the median of some rounds."""
     text = torch.zeros(1, context, dtype=torch.int64, device=device_of(model))
@@ -155,9 +156,7 @@ def main() -> None:
     parser.add_argument("--models", action="store_true", help="time models on a GPU as well, not the op")
     parser.add_argument("--preset", default="tiny", help="shape of the models (default: tiny)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[1024, 16384, 32768], help="(default: 1024 16384 32768)"
-    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens that were read before")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
     if args.device == "cuda" and not args.models:

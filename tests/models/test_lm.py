@@ -189,10 +189,12 @@ def test_bfloat16_autocast_is_close_to_float32():
 def test_autocast_leaves_float64_as_it_is():
     built, x = model(), tokens()
     whole, (steps, _) = built(x), built.step(x[:, :20], built.init_state(2))
-    loss = built.loss_sum(x, x)
+    other = model(seed=1)
+    loss, divergence = built.loss_sum(x, x), built.divergence_sum(x, x, other)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(built(x), whole)
         assert torch.equal(built.loss_sum(x, x), loss) and loss.dtype == torch.float64
+        assert torch.equal(built.divergence_sum(x, x, other), divergence)
         assert torch.equal(built.step(x[:, :20], built.init_state(2))[0], steps)
 
 

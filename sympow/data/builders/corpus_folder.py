@@ -219,7 +219,8 @@ class _Writer:
         rows = rows.astype("<u2")
         start = sum(entry.rows for entry in self._entries if entry.split == document.split)
         if len(rows):
-            for row, values in enumerate(rows, start):  # one by one: zarr's threads report errors of other files later
+            # One row a call: of several, zarr writes the files at a time, and prints the errors that follow the first.
+            for row, values in enumerate(rows, start):
                 self._arrays[document.split][row] = values
             folder = self._folder / f"{document.split}.zarr"
             for name in (".zarray", *(f"{row}.0" for row in range(start, start + len(rows))), "."):

@@ -44,6 +44,14 @@ def corpus(tmp_path_factory, source):
     return out
 
 
+def test_rows_are_written_one_by_one(tmp_path, source, monkeypatch):
+    """Of several rows, zarr writes the files at a time, and prints the errors that follow the first."""
+    keys, write = [], zarr.Array.__setitem__
+    monkeypatch.setattr(zarr.Array, "__setitem__", lambda self, key, value: keys.append(key) or write(self, key, value))
+    build_corpus(tmp_path / "own", source, **OPTIONS)
+    assert keys and all(isinstance(key, int) for key in keys)
+
+
 def test_every_document_is_in_rows_of_its_split(corpus):
     tokenizer, entries = load_tokenizer(corpus), read_entries(corpus)
     assert [entry.directory for entry in entries] == [f"{i:02}.txt" for i in range(40)]
