@@ -35,8 +35,8 @@ MIXERS = {
 VOCABULARY = 2048
 CHUNK = 512
 WARM_UP = 16  # tokens decoded before any is timed
-CONTEXTS = (1024, 16_384, 32_768)
-WHOLE = 16_384
+CONTEXTS = (1024, 16_384, 32_768)  # tokens before the one that is timed
+WHOLE = 16_384  # most tokens of a forward pass
 ROUNDS = 5  # of forward passes
 CHECKED = 3  # tokens of the check: a CUDA graph is made at the second step, and the third step only runs it
 
@@ -156,7 +156,8 @@ def main() -> None:
     parser.add_argument("--models", action="store_true", help="time models on a GPU as well, not the op")
     parser.add_argument("--preset", default="tiny", help="shape of the models (default: tiny)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens that were read before")
+    told = " ".join(map(str, CONTEXTS))
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help=f"(default: {told})")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
     if args.device == "cuda" and not args.models:

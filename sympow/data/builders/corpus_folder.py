@@ -219,7 +219,7 @@ class _Writer:
         rows = rows.astype("<u2")
         start = sum(entry.rows for entry in self._entries if entry.split == document.split)
         if len(rows):
-            # One row a call: of several, zarr writes the files at a time, and prints the errors that follow the first.
+            # One row a call: zarr writes the files of several rows concurrently, and prints all errors but the first.
             for row, values in enumerate(rows, start):
                 self._arrays[document.split][row] = values
             folder = self._folder / f"{document.split}.zarr"
