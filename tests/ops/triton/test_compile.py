@@ -42,7 +42,7 @@ def test_kernels_compile(target):
 
 
 def test_steps_fit_into_shared_memory():
-    """Of the GPUs with the least of it. Before, one channel of values with K = 5 and p = 4 in float32 took 288 KB."""
+    """Of the GPUs with the least of it. `power_decode` makes the planned tiles smaller where they are too large."""
     results = compile_record.printed("shared_memory")
     assert results and not [row for row in results if row["bytes"] > LEAST_SHARED]
 
