@@ -160,6 +160,11 @@ def has_values(x: Tensor) -> bool:
     return type(x) is Tensor or not is_fake(x)
 
 
+def makes_fakes() -> bool:
+    """Returns whether a FakeTensorMode of the caller makes new tensors, which take no memory."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def has_symbols(length: int) -> bool:
     """Returns whether a length is a symbol of torch.compile, so that compiled code is for other lengths too."""
     if not torch.compiler.is_dynamo_compiling():
@@ -181,7 +186,7 @@ def kept(size: int) -> Callable[[Function], Function]:
 
         @wraps(function)
         def table(*key: Any, **more: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(_FAKE) is None:
+            if torch.compiler.is_dynamo_compiling() or not makes_fakes():
                 return cached(*key, **more)
             if torch.compiler.is_compiling():
                 with _disable_current_modes():

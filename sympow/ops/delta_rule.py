@@ -21,7 +21,7 @@ from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
-from sympow.ops.types import OutOfRangeError, check_state_memory, check_writable
+from sympow.ops.types import OutOfRangeError, check_states, check_writable
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _RESET = -1e4  # a log gate whose decay is 0
@@ -91,15 +91,16 @@ def power_delta_rule(
         check_borders(cu_seqlens, q.shape[0])
         sequences = len(cu_seqlens) - 1
     check_delta_state(initial_state, sequences, k, v, p)
-    if initial_state is None:
-        check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, 1 if k.is_cuda else 2)
+    if initial_state is None and return_state:  # states between chunks are checked where they are made
+        check_states(sequences, k, v, p)
     dtype = torch.promote_types(q.dtype, torch.float32)
     if 0 in q.shape[:2]:
-        after = initial_state if initial_state is not None else _zeros(sequences, k, v, p)
-        zero = after[:0].sum()
-        for x in (q, k, v, beta, log_g):
+        after = _zeros(sequences, k, v, p) if initial_state is None and return_state else initial_state
+        zero = torch.zeros((), device=q.device, dtype=dtype)
+        for x in (q, k, v, beta, log_g, after):
             zero = zero if x is None else zero + x[:0].sum().to(dtype)
-        return DeltaOutput(empty(q, v) + zero.to(v.dtype), after + zero.to(after.dtype) if return_state else None)
+        out = empty(q, v) + zero.to(v.dtype)
+        return DeltaOutput(out, after + zero if after is not None and return_state else None)
     with without_autocast(q):
         if qk_norm:
             # Only the specification has second derivatives, for which the norm has them in plain torch.
@@ -223,7 +224,8 @@ def _by_document(run, q, k, v, beta, log_g, state, ends: list[int], *, return_st
     for n, (start, stop) in enumerate(pairwise(ends)):
         before = None if state is None else state[n : n + 1]
         if start == stop:
-            states.append(_zeros(1, k, v, options["p"]) if before is None else before)
+            if return_state:
+                states.append(_zeros(1, k, v, options["p"]) if before is None else before)
             continue
         tokens = [None if x is None else x[:, start:stop] for x in (q, k, v, beta, log_g)]
         out, after = run(*tokens, before, return_state=return_state, **options)
@@ -235,6 +237,8 @@ def _by_document(run, q, k, v, beta, log_g, state, ends: list[int], *, return_st
 def _reference(q, k, v, beta, log_g, state, *, p, chunk_size, return_state):
     inputs = [None if x is None else x.double() for x in (q, k, v, beta, log_g, state)]
     span = q.shape[1] if chunk_size is None else chunk_size
+    if state is None:
+        check_states(k.shape[0], k, v, p, torch.float64)
     outs = []
     for start in range(0, q.shape[1], span):
         tokens = [None if x is None else x[:, start : start + span] for x in inputs[:5]]

@@ -21,7 +21,7 @@ from sympow.ops.eager import Options
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.gate_sums import gate_sums, joined
 from sympow.ops.monomials import Basis, Features, basis
-from sympow.ops.types import PowerState
+from sympow.ops.types import PowerState, check_states
 
 _LEAST_CHUNK = 64
 
@@ -82,6 +82,8 @@ def solve(
     p, errors = options.p, torch.empty_like(v)
     rows = None if state is None else _from_public(state, basis(k.shape[3], p))
     spans = _spans(k, v, options)
+    if rows is None and len(spans) > 1:
+        check_states(k.shape[0], k, v, p)
     for span in spans:
         chunk, error = _chunk(k, beta, log_g, span, p), _heads(v[:, span])
         features = Features(chunk.k, p) if rows is not None or span != spans[-1] else None

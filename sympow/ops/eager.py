@@ -31,7 +31,7 @@ from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.gate_sums import gate_sums, hardest, joined, split
 from sympow.ops.monomials import Basis, Features, basis
-from sympow.ops.types import OutOfRangeError, PowerState
+from sympow.ops.types import OutOfRangeError, PowerState, check_states
 
 # Costs besides the matrix products, in floating-point operations of matrix products that take the same time on two CPU
 # cores: the passes over a score, an element of phi, and a call into torch. The last two numbers are the calls for a
@@ -392,6 +392,7 @@ class ChunkedSequence:
     def state(self, s: Tensor | None, z: Tensor | None) -> Tensor:
         """Returns the state in the basis of `monomials`, s and z side by side: [N, V + 1, D], to be written to."""
         if s is None and z is None:
+            check_states(self.batch, self.k, self.v, self.options.p)
             shape = (self.batch * self.groups, self.v.shape[3] + 1, len(self.weights))
             return self.q.new_zeros(shape, dtype=self.dtype)
         public = (self.batch, self.groups, len(self.basis.roots))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -90,4 +91,6 @@ def _name(device: torch.device | str) -> str:
 
 
 def _shown(count: float) -> str:
-    return format_bytes(int(count)) if count < 1e21 else f"{count:.0e} bytes"
+    if count < 1e21:
+        return format_bytes(int(count))
+    return f"1e+{int(math.log10(count))} bytes"  # also of an integer that no float holds

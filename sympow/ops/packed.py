@@ -32,14 +32,17 @@ def of_no_tokens(
     They depend on all inputs, with gradients of 0, as results with tokens do.
     """
     after = state
-    if after is None:
+    if after is None and return_state:
         dtype = torch.promote_types(k.dtype, torch.float32)
         after = PowerState.zeros(sequences, k.shape[2], k.shape[3], v.shape[3], p, device=k.device, dtype=dtype)
-    zero = after.s[:0].sum() + after.z[:0].sum()
-    for x in (q, k, v, log_g):
+    zero = q[:0].sum()
+    for x in (k, v, log_g) if after is None else (k, v, log_g, after.s, after.z):
         zero = zero if x is None else zero + x[:0].sum()
+    out = empty(q, v) + zero.to(v.dtype)
+    if after is None or not return_state:
+        return PowerOutput(out, None)
     s, z = (x + zero.to(x.dtype) for x in (after.s, after.z))
-    return PowerOutput(empty(q, v) + zero.to(v.dtype), PowerState(s, z, p, k.shape[3]) if return_state else None)
+    return PowerOutput(out, PowerState(s, z, p, k.shape[3]))
 
 
 def packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutput:
@@ -51,7 +54,8 @@ def packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutpu
         span = slice(start, stop)
         if start == stop:
             zeros = (1, k.shape[2], k.shape[3], v.shape[3], options["p"])
-            states.append(before or PowerState.zeros(*zeros, device=k.device, dtype=dtype))
+            if options["return_state"]:
+                states.append(before or PowerState.zeros(*zeros, device=k.device, dtype=dtype))
             continue
         gate = None if log_g is None else log_g[:, span]
         out, after = run(q[:, span], k[:, span], v[:, span], gate, before, **options)

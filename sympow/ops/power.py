@@ -30,7 +30,7 @@ from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import plain, spow_dim
 from sympow.ops.fused.rotation import with_positions, with_positions_twice
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, empty, of_no_tokens, packed
-from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState, Rotation, check_state_memory, check_writable
+from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState, Rotation, check_states, check_writable
 
 State = TypeVar("State", bound=PowerState | DecodingState)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -136,9 +136,11 @@ def power_attention(
     if 0 in q.shape[:2]:
         return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
     compiling = torch.compiler.is_compiling()  # a comparison of lengths would make a graph for each outcome
-    if not compiling and initial_state is None and (return_state or (chunk_size or q.shape[1]) < q.shape[1]):
-        copies = 1 if k.is_cuda else 2  # plain torch adds the features of a chunk to the state before it
-        check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, copies)
+    if not compiling and initial_state is None:
+        if return_state:
+            check_states(sequences, k, v, p)
+        elif isinstance(backend, Kernels) and (chunk_size or q.shape[1]) < q.shape[1]:
+            check_states(sequences, k, v, p, k.dtype)  # they hold those of all documents at once
     if rotation is not None:
         check_rotation(rotation, q, k, cu_seqlens is not None or context_group is not None)
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps, "chunk_size": chunk_size}
@@ -362,6 +364,8 @@ class Reference:
         inputs = _in_float64(q, k, v, log_g)
         dtype = torch.promote_types(q.dtype, torch.float32)
         state = state and state.to(torch.float64)
+        if state is None:
+            check_states(q.shape[0], k, v, options["p"], torch.float64)
         with without_autocast(q):
             if chunk_size is None:
                 out, new = reference.quadratic(*inputs, state, **options)

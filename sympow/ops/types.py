@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from sympow.ops.availability import makes_fakes
 from sympow.ops.feature_map import plain, spow_dim
 from sympow.ops.memory import check_memory
 
@@ -30,14 +31,28 @@ class OutOfRangeError(ValueError):
 
 
 def check_state_memory(
-    sequences: int, groups: int, key_dim: int, value_dim: int, p: int, device: torch.device | str, copies: int = 1
+    sequences: int, groups: int, key_dim: int, value_dim: int, p: int, device: torch.device | str | None,
+    dtype: torch.dtype = torch.float32, copies: int = 1,
 ) -> None:  # fmt: skip
-    """Raises ValueError if `copies` of a state in float32 do not fit into the free memory of the device."""
-    if torch.compiler.is_compiling():
+    """Raises ValueError if `copies` of a state do not fit into the free memory of the device, by default torch's own.
+
+    Compilers and fake tensors need no memory.
+    """
+    if torch.compiler.is_compiling() or makes_fakes():
         return
-    nbytes = 4 * copies * sequences * groups * spow_dim(key_dim, p) * (value_dim + 1)
+    nbytes = dtype.itemsize * copies * sequences * groups * spow_dim(key_dim, p) * (value_dim + 1)
     if nbytes > _LARGE:  # a GPU is not asked for its free memory at every call
-        check_memory(f"a state of p = {p} and K = {key_dim}", nbytes, device)
+        check_memory(f"a state of p = {p} and K = {key_dim}", nbytes, device or torch.get_default_device())
+
+
+def check_states(sequences: int, k: Tensor, v: Tensor, p: int, dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError if states of `sequences` sequences with keys k and values v do not fit into the free memory.
+
+    dtype: of the states; None: float32, or float64 for float64 inputs.
+    """
+    dtype = torch.promote_types(k.dtype, torch.float32) if dtype is None else dtype
+    copies = 1 if k.is_cuda else 2  # plain torch multiplies a state with the weights of its rows
+    check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, dtype, copies)
 
 
 def check_writable(*tensors: Tensor) -> None:
@@ -104,7 +119,7 @@ class PowerState:
         """
         key_dim, p = plain(key_dim), plain(p)
         d = spow_dim(key_dim, p)
-        check_state_memory(batch, kv_heads, key_dim, value_dim, p, device or torch.get_default_device())
+        check_state_memory(batch, kv_heads, key_dim, value_dim, p, device, dtype)
         return cls(
             s=torch.zeros(batch, kv_heads, d, value_dim, device=device, dtype=dtype),
             z=torch.zeros(batch, kv_heads, d, device=device, dtype=dtype),

@@ -542,3 +542,22 @@ def test_export_of_a_model_with_a_dynamic_length(tmp_path):
         for batch, length in ((1, 3), (3, 40), (2, 300)):
             tokens = torch.randint(9, (batch, length), generator=torch.Generator().manual_seed(0))
             torch.testing.assert_close(program(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def from_zeros(q, k, v):
+    return power_attention(q, k, v, initial_state=PowerState.zeros(1, H, 4, V)).out
+
+
+class FromZeros(nn.Module):
+    def forward(self, *tensors):
+        return from_zeros(*tensors)
+
+
+def test_zeros_are_made_in_a_graph():
+    tensors = inputs(4)[:3]
+    expected = from_zeros(*tensors)
+    compiled = torch.compile(from_zeros, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), expected)
+    for strict in (False, True):
+        exported = export(FromZeros(), tensors, strict=strict).module()
+        torch.testing.assert_close(exported(*tensors), expected)
