@@ -18,7 +18,9 @@ _TRACED = 256  # the largest power for which a dimension is computed by a loop
 
 
 def plain(number: Any) -> Any:
-    """Returns an integer of NumPy, such as `numpy.int64(2)`, as one of Python, and anything else as it is."""
+    """Returns an integer or a bool of NumPy, such as `numpy.int64(2)`, as one of Python, and others as they are."""
+    if isinstance(number, np.bool_):
+        return bool(number)
     return int(number) if isinstance(number, np.integer) else number
 
 

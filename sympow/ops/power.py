@@ -117,9 +117,9 @@ def power_attention(
             check_gates(log_g)
             return PowerOutput(again(q, k, v, log_g), None)
     check_inputs(q, k, v, log_g)
-    p, chunk_size = plain(p), plain(chunk_size)
-    check_options(p, scale, normalize, eps)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    p, normalize, chunk_size = plain(p), plain(normalize), plain(chunk_size)
+    check_options(p, scale, normalize, eps, q.dtype)
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = _chosen(impl, q, p, initial_state is not None or return_state or context_group is not None)
@@ -231,8 +231,8 @@ def power_attention_step(
         TypeError: as `power_attention`.
     """
     check_inputs(q, k, v, log_g)
-    p = plain(p)
-    check_options(p, scale, normalize, eps)
+    p, normalize = plain(p), plain(normalize)
+    check_options(p, scale, normalize, eps, q.dtype)
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
     check_state(state, q.shape[0], k, v, p)
@@ -514,13 +514,13 @@ def check_gates(log_g: Tensor | None) -> None:
             )
 
 
-LEAST_EPS = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float64).max)  # number of Python that is a float
 # Also what a compiler takes as a symbol.
 NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 
 
-def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
-    """Refuses, with a TypeError or a ValueError, options that `power_attention` does not take."""
+def check_options(p: int, scale: float | None, normalize: bool, eps: float, dtype: torch.dtype = torch.float32) -> None:
+    """Refuses, with a TypeError or a ValueError, options that `power_attention` does not take for inputs of a dtype."""
     if isinstance(p, bool) or not isinstance(p, int) or p < 1:
         raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
     if not isinstance(normalize, bool):
@@ -533,13 +533,22 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> N
     for name, number in (("scale", scale), ("eps", eps)):
         if isinstance(number, Tensor):  # whose gradient would be lost
             raise TypeError(f"{name} must be a number; got a torch.Tensor (multiply q by a scale that is learned)")
-        if number is not None and not isinstance(number, NUMBERS):
+        if not isinstance(number, NUMBERS) and (number is not None or name == "eps"):
             raise TypeError(f"{name} must be a number; got {number!r}")
+    scale, eps = _as_float(scale), _as_float(eps)
     # Comparisons, which a compiler traces for a number that it takes as a symbol, and it does not trace isfinite.
-    if scale is not None and not -math.inf < scale < math.inf:
+    if scale is not None and not -LARGEST <= scale <= LARGEST:
         raise ValueError(f"scale must be finite; got {scale}")
-    if not LEAST_EPS <= eps < math.inf:
-        raise ValueError(f"eps must be at least {LEAST_EPS:.1e}, which float32 can hold, and finite; got {eps}")
+    wide = torch.promote_types(dtype, torch.float32)
+    least = torch.finfo(wide).tiny
+    if not least <= eps <= LARGEST:
+        held = str(wide).removeprefix("torch.")
+        raise ValueError(f"eps must be at least {least:.1e}, which {held} can hold, and finite; got {eps}")
+
+
+def _as_float(number: Any) -> Any:
+    """Returns a float of NumPy as one of Python. NumPy compares in the dtype of its number, where others overflow."""
+    return float(number) if isinstance(number, np.floating) else number
 
 
 def check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:

@@ -71,6 +71,17 @@ BAD = {
     "p float": (lambda: call(p=2.0), ValueError, "got 2.0"),
     "eps": (lambda: call(eps=0.0), ValueError, "eps must be at least 1.2e-38, .* and finite; got 0.0"),
     "eps that float32 does not hold": (lambda: call(eps=1e-46), ValueError, "got 1e-46"),
+    "eps that float64 does not hold": (
+        lambda: call(
+            **{name: ones(2, 3, heads, 4).double() for name, heads in (("q", 4), ("k", 2), ("v", 2))}, eps=1e-310
+        ),
+        ValueError,
+        r"eps must be at least 2\.2e-308, which float64 can hold",
+    ),
+    "no eps": (lambda: call(eps=None), TypeError, "eps must be a number; got None"),
+    "eps that no float holds": (lambda: call(eps=10**400), ValueError, "eps must be .* and finite; got 1000"),
+    "scale that no float holds": (lambda: call(scale=-(10**400)), ValueError, "scale must be finite; got -1000"),
+    "chunk size of a bool": (lambda: call(chunk_size=True), ValueError, "must be an integer >= 1, or None; got True"),
     "normalize": (lambda: call(normalize="no"), TypeError, "normalize must be True or False; got 'no'"),
     "sparse": (lambda: call(q=ones(2, 3, 4, 4).to_sparse()), TypeError, "q must be a dense tensor; got torch.sparse"),
     "a state too large": (
@@ -242,3 +253,33 @@ def test_integers_of_numpy_are_integers():
     assert type(layer.p) is int and layer(ones(1, 3, 16)).shape == (1, 3, 16)
     with pytest.raises(ValueError, match=r"the power p must be an integer >= 1; got np.float64\(2.0\)"):
         call(p=np.float64(2))
+
+
+def test_a_bool_of_numpy_is_a_bool():
+    token = {"q": ones(2, 1, 4, 4), "k": ones(2, 1, 2, 4), "v": ones(2, 1, 2, 5)}
+    state = PowerState(ones(2, 2, 10, 5), ones(2, 2, 10), 2, 4)
+    for normalize in (True, False):
+        given = np.bool_(normalize)
+        assert torch.equal(call(normalize=given).out, call(normalize=normalize).out)
+        steps = [power_attention_step(**token, state=state, normalize=n).out for n in (given, normalize)]
+        assert torch.equal(*steps)
+
+
+@pytest.mark.filterwarnings("error")
+def test_floats_of_numpy_are_numbers():
+    for dtype in (np.float16, np.float32, np.float64):
+        expected = call(scale=0.5, eps=float(dtype(1e-3)))
+        assert torch.equal(call(scale=dtype(0.5), eps=dtype(1e-3)).out, expected.out)
+        with pytest.raises(ValueError, match="scale must be finite; got inf"):
+            call(scale=dtype(np.inf))
+        with pytest.raises(ValueError, match="and finite; got inf"):
+            call(eps=dtype(np.inf))
+
+
+def test_a_small_eps_in_float64():
+    """Float32 does not hold this eps, which is to be smaller than weights of 1e-60."""
+    q, v = 1e-15 * ones(1, 1, 1, 4, dtype=torch.float64), ones(1, 1, 1, 4, dtype=torch.float64)
+    for impl in ("eager", "reference"):
+        out, state = power_attention(q, q, v, eps=1e-100, impl=impl, return_state=True)
+        torch.testing.assert_close(out, v)
+        torch.testing.assert_close(power_attention_step(q, q, v, state=state, eps=1e-100, impl=impl).out, v)
