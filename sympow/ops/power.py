@@ -236,8 +236,8 @@ def power_attention_step(
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
     check_state(state, q.shape[0], k, v, p)
-    if inplace and isinstance(state, PowerState):
-        check_writable(state.s, state.z)
+    if inplace:
+        check_writable(*((state.s, state.z) if isinstance(state, PowerState) else state.tensors().values()))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: StepOptions = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     if impl not in ("auto", "eager", "triton", "reference"):

@@ -59,10 +59,26 @@ def check_writable(*tensors: Tensor) -> None:
     """Raises ValueError for tensors of a state that a step with inplace=True cannot write into."""
     compiling = torch.compiler.is_compiling()  # a compiler does not trace is_inference
     for x in tensors:
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
-            raise ValueError("inplace=True needs a state with memory for every number; got an expanded one: clone() it")
+        if not x.is_contiguous() and _overlaps(x):
+            raise ValueError(
+                "inplace=True needs a state with memory for every number; got an expanded or overlapping one: "
+                "clone() it"
+            )
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("inplace=True needs a state that was not made in inference mode: clone() it")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Returns whether numbers of x share memory, or may; a compiler sees only expanded axes."""
+    axes = [(step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    if torch.compiler.is_compiling():
+        return any(step == 0 for step, _ in axes)
+    last = 0  # the offset of the last number, along the axes so far
+    for step, size in sorted(axes):
+        if step <= last:
+            return True
+        last += step * (size - 1)
+    return False
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,27 @@ def test_a_small_gate_behind_a_large_one(impl):
     assert_within_budget(results | {"out": results["out"][:, 1:]}, replace(case, T=5), rest)
 
 
+@pytest.mark.parametrize("impl", ["eager", "triton", "reference"])
+def test_a_step_in_place_needs_memory_for_every_sequence(impl):
+    """Sequences that share a state, as one prompt that is continued twice, write over one another."""
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+    token = [torch.ones(2, 1, 1, channels, device=DEVICE) for channels in (4, 4, 3)]
+    one = DecodingState.from_state(PowerState.zeros(1, 1, 4, 3, device=DEVICE))
+    for name, x in one.tensors().items():
+        others = {key: y.expand(2, *y.shape[1:]).clone() for key, y in one.tensors().items()}
+        state = replace(one, **(others | {name: x.expand(2, *x.shape[1:])}))
+        with pytest.raises(ValueError, match=r"got an expanded or overlapping one: clone\(\) it"):
+            power_attention_step(*token, state=state, impl=impl, inplace=True)
+        power_attention_step(*token, state=state, impl=impl)
+        power_attention_step(*token, state=state.clone(), impl=impl, inplace=True)
+    with torch.inference_mode():
+        state = DecodingState.from_state(PowerState.zeros(2, 1, 4, 3, device=DEVICE))
+        power_attention_step(*token, state=state, impl=impl, inplace=True)
+    with pytest.raises(ValueError, match=r"not made in inference mode: clone\(\) it"):
+        power_attention_step(*token, state=state, impl=impl, inplace=True)
+
+
 def test_round_trip_and_size():
     case = Case(B=2, T=9, H=2, G=2, K=4, V=3, state=True)
     inputs = make_inputs(case, dtype=torch.bfloat16)
