@@ -21,7 +21,7 @@ from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
-from sympow.ops.types import OutOfRangeError, check_states, check_writable
+from sympow.ops.types import OutOfRangeError, check_dense, check_states, check_writable
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _RESET = -1e4  # a log gate whose decay is 0
@@ -184,8 +184,7 @@ def check_delta_state(state: Tensor | None, batch: int, k: Tensor, v: Tensor, p:
     """Refuses, with a TypeError or a ValueError, a state that does not fit the call, which has `batch` sequences."""
     if state is None:
         return
-    if not isinstance(state, Tensor):
-        raise TypeError(f"the state of the delta rule must be a torch.Tensor; got {type(state).__name__}")
+    check_dense("the state of the delta rule", state)
     wanted = [batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3]]
     if list(state.shape) != wanted:
         raise ValueError(f"the state must be [B, G, D, V] = {wanted} for p = {p}; got {list(state.shape)}")
@@ -201,8 +200,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, 
     check_inputs(q, k, v, log_g)
     if isinstance(p, bool) or not isinstance(p, int) or p < 1:
         raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
-    if not isinstance(beta, Tensor):
-        raise TypeError(f"beta must be a torch.Tensor; got {type(beta).__name__}")
+    check_dense("beta", beta)
     if beta.shape != k.shape[:3]:
         raise ValueError(f"beta must be [B, T, G] = {list(k.shape[:3])}; got {list(beta.shape)}")
     if beta.dtype not in (torch.float32, torch.float64):

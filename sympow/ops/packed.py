@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sympow.ops.availability import concatenated, has_values, is_exporting
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
-from sympow.ops.types import PowerOutput, PowerState
+from sympow.ops.types import PowerOutput, PowerState, check_dense
 
 
 def empty(q: Tensor, v: Tensor) -> Tensor:
@@ -77,6 +77,7 @@ def check_borders(cu_seqlens: Tensor, batch: int) -> None:
         raise TypeError(
             f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}"
         )
+    check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
     if batch != 1:

@@ -30,7 +30,15 @@ from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import plain, spow_dim
 from sympow.ops.fused.rotation import with_positions, with_positions_twice
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, empty, of_no_tokens, packed
-from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState, Rotation, check_states, check_writable
+from sympow.ops.types import (
+    OutOfRangeError,
+    PowerOutput,
+    PowerState,
+    Rotation,
+    check_dense,
+    check_states,
+    check_writable,
+)
 
 State = TypeVar("State", bound=PowerState | DecodingState)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -469,13 +477,10 @@ def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     """Refuses, with a TypeError or a ValueError, inputs whose shapes, dtypes, devices or gates do not fit."""
     device = q.device if isinstance(q, Tensor) else None
-    for name, x, layout in (("q", q, "BTHK"), ("k", k, "BTGK"), ("v", v, "BTGV"), ("log_g", log_g, "BTG")):
-        if x is None and name == "log_g":
+    for name, given, layout in (("q", q, "BTHK"), ("k", k, "BTGK"), ("v", v, "BTGV"), ("log_g", log_g, "BTG")):
+        if given is None and name == "log_g":
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor; got {'a nested one' if x.is_nested else x.layout}")
+        x = check_dense(name, given)
         if x.ndim != len(layout):
             raise ValueError(f"{name} must be [{', '.join(layout)}]; got {list(x.shape)}")
         if x.device != device:

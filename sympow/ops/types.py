@@ -17,7 +17,7 @@ from sympow.ops.availability import makes_fakes
 from sympow.ops.feature_map import plain, spow_dim
 from sympow.ops.memory import check_memory
 
-_LARGE = 1 << 30  # bytes
+LARGE = 1 << 30  # bytes, which are compared with the free memory
 _FILE_FORMAT = "sympow.PowerState/1"
 State = TypeVar("State")
 
@@ -41,7 +41,7 @@ def check_state_memory(
     if torch.compiler.is_compiling() or makes_fakes():
         return
     nbytes = dtype.itemsize * copies * sequences * groups * spow_dim(key_dim, p) * (value_dim + 1)
-    if nbytes > _LARGE:  # a GPU is not asked for its free memory at every call
+    if nbytes > LARGE:  # a GPU is not asked for its free memory at every call
         check_memory(f"a state of p = {p} and K = {key_dim}", nbytes, device or torch.get_default_device())
 
 
@@ -53,6 +53,15 @@ def check_states(sequences: int, k: Tensor, v: Tensor, p: int, dtype: torch.dtyp
     dtype = torch.promote_types(k.dtype, torch.float32) if dtype is None else dtype
     copies = 1 if k.is_cuda else 2  # plain torch multiplies a state with the weights of its rows
     check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, dtype, copies)
+
+
+def check_dense(name: str, x: object) -> Tensor:
+    """Returns x. Raises TypeError unless x is a tensor, neither sparse nor nested."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got {'a nested one' if x.is_nested else x.layout}")
+    return x
 
 
 def check_writable(*tensors: Tensor) -> None:
@@ -102,8 +111,7 @@ class PowerState:
 
     def __post_init__(self) -> None:
         for name, x in (("s", self.s), ("z", self.z)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} of a PowerState must be a torch.Tensor; got {type(x).__name__}")
+            check_dense(f"{name} of a PowerState", x)
         if self.s.device != self.z.device:
             raise ValueError(f"a PowerState is on one device; got s on {self.s.device}, z on {self.z.device}")
         d = spow_dim(self.key_dim, self.p)

@@ -153,6 +153,8 @@ def test_second_derivatives_are_refused():
         ({"beta": torch.rand(1, 4, 2)}, ValueError, r"beta must be \[B, T, G\] = \[1, 5, 2\]; got \[1, 4, 2\]"),
         ({"beta": torch.rand(1, 5, 2).half()}, TypeError, "beta must be float32 .*; got torch.float16"),
         ({"beta": torch.full((1, 5, 2), torch.nan)}, ValueError, "beta must be finite; got NaN or inf"),
+        ({"beta": torch.rand(1, 5, 2).to_sparse()}, TypeError, "beta must be a dense tensor; got torch.sparse_coo"),
+        ({"initial_state": torch.zeros(1, 2, 10, 3).to_sparse()}, TypeError, "must be a dense tensor; got torch.sp"),
         ({"beta": None}, TypeError, "beta must be a torch.Tensor; got NoneType"),
         ({"p": 0}, ValueError, "the power p must be an integer >= 1; got 0"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),

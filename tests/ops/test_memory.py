@@ -40,7 +40,7 @@ def test_errors_of_allocators():
 @pytest.fixture
 def room(monkeypatch):
     """Leaves memory for one state of `call`, which plain torch holds twice in float32, but not for two states."""
-    monkeypatch.setattr(types, "_LARGE", 0)
+    monkeypatch.setattr(types, "LARGE", 0)
     monkeypatch.setattr(memory, "memory_of", lambda device: Memory(400, 400))  # a state is 10 * (3 + 1) numbers
 
 

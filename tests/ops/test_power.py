@@ -84,6 +84,16 @@ BAD = {
     "chunk size of a bool": (lambda: call(chunk_size=True), ValueError, "must be an integer >= 1, or None; got True"),
     "normalize": (lambda: call(normalize="no"), TypeError, "normalize must be True or False; got 'no'"),
     "sparse": (lambda: call(q=ones(2, 3, 4, 4).to_sparse()), TypeError, "q must be a dense tensor; got torch.sparse"),
+    "sparse state": (
+        lambda: PowerState(ones(1, 1, 10, 4).to_sparse(), ones(1, 1, 10).to_sparse(), 2, 4),
+        TypeError,
+        "s of a PowerState must be a dense tensor; got torch.sparse_coo",
+    ),
+    "sparse borders": (
+        lambda: packed(torch.tensor([0, 3]).to_sparse()),
+        TypeError,
+        "cu_seqlens must be a dense tensor; got torch.sparse_coo",
+    ),
     "a state too large": (
         lambda: call(q=ones(2, 3, 4, 64), k=ones(2, 3, 2, 64), p=16, return_state=True),
         ValueError,

@@ -16,6 +16,7 @@ from sympow.ops.availability import autocast_dtype, has_kernels, without_autocas
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.packed import check_borders, checked_on_cpu, document_starts
 from sympow.ops.runtime.launcher import cast, ceil_div, jit, launch, next_power_of_2, operator
+from sympow.ops.types import check_dense
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -44,9 +45,13 @@ def short_convolution(
 
     Returns:
         [B, T, C], in the dtype of x, or of autocast.
+
+    Raises TypeError if x or past is no dense tensor.
     """
+    check_dense("x", x)
     x = _in_autocast(x)
     if past is not None:
+        check_dense("past", past)
         x = torch.cat([past.to(x.dtype), x], dim=1)
     first = None
     if cu_seqlens is not None:
@@ -77,7 +82,11 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
 
     Returns:
         [B, T, C], in the dtype of x, or of autocast.
+
+    Raises TypeError if x or past is no dense tensor.
     """
+    check_dense("x", x)
+    check_dense("past", past)
     x = _in_autocast(x)
     if x.shape[1] == 0:
         return x

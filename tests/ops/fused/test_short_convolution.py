@@ -93,6 +93,20 @@ def test_steps_go_on_in_place(channels, width, dtype):
     assert not pool[:, :2].any() and not pool[:, width + 1 :].any()
 
 
+def test_what_is_no_dense_tensor_is_refused():
+    x, weight, bias = make(2, 5, 3, 3)
+    past, nested = x.new_zeros(2, 2, 3), torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
+    for bad in (x.to_sparse(), nested, [1]):
+        with pytest.raises(TypeError, match=r"x must be a (dense tensor|torch\.Tensor); got "):
+            short_convolution(bad, weight, bias)
+        with pytest.raises(TypeError, match=r"x must be a (dense tensor|torch\.Tensor); got "):
+            short_convolution_step(bad, past, weight, bias)
+    with pytest.raises(TypeError, match=r"past must be a dense tensor; got torch\.sparse_coo"):
+        short_convolution(x, weight, bias, past=past.to_sparse())
+    with pytest.raises(TypeError, match=r"past must be a dense tensor; got torch\.sparse_coo"):
+        short_convolution_step(x, past.to_sparse(), weight, bias)
+
+
 @pytest.mark.parametrize("bounds", [[0, 30], [0, 20, 10, 37], [1, 37], [37]])
 def test_wrong_borders_are_refused(bounds):
     x, weight, bias = make(1, 37, 5, 4)
