@@ -149,7 +149,8 @@ def power_delta_rule_step(
         DeltaOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token.
 
     Raises:
-        ValueError, TypeError: as `power_delta_rule`.
+        ValueError, TypeError: as `power_delta_rule`. Results that leave the range are not checked: they come out as inf
+            or NaN.
     """
     p = plain(p)
     _check(q, k, v, beta, log_g, p)
@@ -260,7 +261,7 @@ def _eager(q, k, v, beta, log_g, state, **options):
 
 
 def _check_range(out: Tensor, inputs: tuple[Tensor | None, ...]) -> None:
-    """Raises OutOfRangeError on a CPU if the results of finite inputs are not finite."""
+    """Raises OutOfRangeError on a CPU if the output of finite inputs is not finite; `eager` checks the last state."""
     if out.device.type != "cpu" or not has_values(out) or out.isfinite().all():
         return
     if all(x is None or x.isfinite().all() for x in inputs):

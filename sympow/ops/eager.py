@@ -166,6 +166,8 @@ def forward(
     s_out = z_out = None
     if keeps_state and state is not None:
         s_out, z_out = sequence.public_state(state)
+        if options.return_state:
+            sequence.check_end(s_out, z_out, s, z)
     return out, normalizer, s, z, s_out, z_out
 
 
@@ -433,10 +435,7 @@ class ChunkedSequence:
             s: of the state, or None.
             z: of the state, or None.
         """
-        if total.device.type != "cpu" or not has_values(total) or total.isfinite().all():
-            return
-        inputs = (self.q, self.k, self.v, self.log_g, s, z)
-        if all(x is None or x.isfinite().all() for x in inputs):
+        if self._leaves_range((total,), s, z):
             p, dtype = self.options.p, self.dtype
             norms = (x.detach().double().norm(dim=-1).max() for x in (self.q, self.k))
             largest = abs(self.options.scale) * math.prod(norms)
@@ -445,6 +444,22 @@ class ChunkedSequence:
                 f"the sums of (scale q.k)**p leave the range of {dtype}: norms of q and k allow |scale q.k| up to "
                 f"{largest:.1e}, and p = {p} over T = {self.time} tokens is safe up to {limit:.1e}; use smaller q and k"
             )
+
+    def check_end(self, s_out: Tensor, z_out: Tensor, s: Tensor | None, z: Tensor | None) -> None:
+        """Raises OutOfRangeError as `check_range`, for the state s_out, z_out after the last token.
+
+        The output may be in range where the state is not, as that of queries orthogonal to large keys.
+        """
+        if self._leaves_range((s_out, z_out), s, z):
+            raise OutOfRangeError(
+                f"the state leaves the range of {self.dtype}: it sums products of p = {self.options.p} channels of k, "
+                "alone and times v; use smaller k and v"
+            )
+
+    def _leaves_range(self, sums: Sequence[Tensor], s: Tensor | None, z: Tensor | None) -> bool:
+        if sums[0].device.type != "cpu" or not has_values(sums[0]) or all(x.isfinite().all() for x in sums):
+            return False
+        return all(x is None or x.isfinite().all() for x in (self.q, self.k, self.v, self.log_g, s, z))
 
     def attend(self, chunk: Chunk, state: Tensor | None) -> Tensor:
         """Computes numerator and normalizer of a chunk's outputs (M11), side by side: [N, V + 1, R, C]."""

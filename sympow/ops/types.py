@@ -114,6 +114,8 @@ class PowerState:
             check_dense(f"{name} of a PowerState", x)
         if self.s.device != self.z.device:
             raise ValueError(f"a PowerState is on one device; got s on {self.s.device}, z on {self.z.device}")
+        if isinstance(self.key_dim, bool) or not isinstance(plain(self.key_dim), (int, torch.SymInt)):
+            raise TypeError(f"key_dim of a PowerState must be an integer; got {self.key_dim!r}")
         d = spow_dim(self.key_dim, self.p)
         if self.s.ndim != 4 or self.s.shape[2] != d or tuple(self.z.shape) != tuple(self.s.shape[:3]):
             raise ValueError(
@@ -176,7 +178,8 @@ class PowerState:
     def save(self, path: str | os.PathLike) -> None:
         """Writes the state to a file that `PowerState.load` reads."""
         tensors = {"s": self.s.detach(), "z": self.z.detach()}
-        torch.save({"format": _FILE_FORMAT, "p": self.p, "key_dim": self.key_dim, **tensors}, path)
+        numbers = {"p": plain(self.p), "key_dim": plain(self.key_dim)}
+        torch.save({"format": _FILE_FORMAT, **numbers, **tensors}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike, *, map_location: torch.device | str | None = None) -> PowerState:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-from sympow.ops import delta_reference, power_delta_rule, power_delta_rule_step
+from sympow.ops import OutOfRangeError, delta_reference, power_delta_rule, power_delta_rule_step
 from sympow.ops.feature_map import spow_dim
 from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 from tests.ops.delta_contract import (
@@ -172,6 +172,15 @@ def test_errors_are_one_line(change, error, message):
     with pytest.raises(error, match=message) as caught:
         power_delta_rule(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_state_beyond_the_range_is_refused():
+    """The output of a query that is orthogonal to a large key is 0."""
+    q, k = torch.eye(2).view(2, 1, 1, 1, 2)
+    tokens = (q, 1e20 * k, torch.ones(1, 1, 1, 3), torch.ones(1, 1, 1))
+    assert not power_delta_rule(*tokens, qk_norm=False).out.any()
+    with pytest.raises(OutOfRangeError, match=r"the state leaves the range of torch\.float32"):
+        power_delta_rule(*tokens, qk_norm=False, return_state=True)
 
 
 def test_a_step_without_a_state_is_refused():

@@ -245,10 +245,20 @@ def test_sums_beyond_the_range_are_refused(chunk_size):
         torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("size", "v"), [(1e20, 0.0), (1e15, 1e15)])
+def test_a_state_beyond_the_range_is_refused(size, v):
+    """The output of a query that is orthogonal to a large key is 0. Either z or s is too large."""
+    q, k = torch.eye(2).view(2, 1, 1, 1, 2)
+    assert not power_attention(q, size * k, torch.full((1, 1, 1, 3), v)).out.any()
+    with pytest.raises(OutOfRangeError, match=r"^the state leaves the range of torch\.float32: .* smaller k and v$"):
+        power_attention(q, size * k, torch.full((1, 1, 1, 3), v), return_state=True)
+
+
 def test_inputs_that_are_not_finite_are_no_error():
     """They come from elsewhere, and a trainer that skips such steps looks at the loss."""
     q = torch.full((1, 3, 1, 4), float("nan"))
-    assert power_attention(q, q, q).out.isnan().all()
+    out, state = power_attention(q, q, q, return_state=True)
+    assert out.isnan().all() and state.s.isnan().all()
 
 
 def test_integers_of_numpy_are_integers():

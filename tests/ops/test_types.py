@@ -20,6 +20,9 @@ def test_what_is_no_state():
         PowerState.zeros(1, 2, 64, 16, p=16)
     with pytest.raises(TypeError, match=r"s of a PowerState must be a torch\.Tensor; got list"):
         PowerState([1], torch.zeros(1, 2, 10), 2, 4)
+    for key_dim in (4.0, "4", None, True):
+        with pytest.raises(TypeError, match=f"key_dim of a PowerState must be an integer; got {key_dim!r}"):
+            PowerState(torch.zeros(1, 2, 10, 3), torch.zeros(1, 2, 10), 2, key_dim)
     with pytest.raises(ValueError, match="one device; got s on cpu, z on meta"):
         PowerState(torch.zeros(1, 2, 10, 3), torch.zeros(1, 2, 10, device="meta"), 2, 4)
     assert PowerState.zeros(1, 2, 4, 3, p=np.int64(2)).s.shape == (1, 2, 10, 3)
@@ -42,6 +45,8 @@ def test_saves_and_loads(tmp_path):
     loaded = PowerState.load(tmp_path / "state.pt")
     assert torch.equal(loaded.s, state.s) and torch.equal(loaded.z, state.z)
     assert (loaded.p, loaded.key_dim) == (2, 4)
+    PowerState(state.s, state.z, 2, np.int64(4)).save(tmp_path / "state.pt")
+    assert type(PowerState.load(tmp_path / "state.pt").key_dim) is int
 
 
 def test_files_that_are_no_state(tmp_path):
