@@ -93,4 +93,4 @@ def _name(device: torch.device | str) -> str:
 def _shown(count: float) -> str:
     if count < 1e21:
         return format_bytes(int(count))
-    return f"1e+{int(math.log10(count))} bytes"  # also of an integer that no float holds
+    return "inf bytes" if count == math.inf else f"1e+{int(math.log10(count))} bytes"  # also where no float holds it
