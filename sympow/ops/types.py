@@ -65,16 +65,16 @@ def check_dense(name: str, x: object) -> Tensor:
 
 
 def check_writable(*tensors: Tensor) -> None:
-    """Raises ValueError for tensors of a state that a step with inplace=True cannot write into."""
+    """Raises ValueError for tensors of a state that a step cannot write into."""
     compiling = torch.compiler.is_compiling()  # a compiler does not trace is_inference
     for x in tensors:
         if not x.is_contiguous() and _overlaps(x):
             raise ValueError(
-                "inplace=True needs a state with memory for every number; got an expanded or overlapping one: "
-                "clone() it"
+                "a step that writes into its state needs memory for every number of it; got an expanded or "
+                "overlapping one: clone() it"
             )
         if not compiling and x.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError("inplace=True needs a state that was not made in inference mode: clone() it")
+            raise ValueError("a step cannot write into a state that was made in inference mode: clone() it")
 
 
 def _overlaps(x: Tensor) -> bool:

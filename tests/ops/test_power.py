@@ -148,7 +148,7 @@ BAD = {
             inplace=True,
         ),
         ValueError,
-        r"memory for every number; got an expanded or overlapping one: clone\(\) it",
+        r"memory for every number of it; got an expanded or overlapping one: clone\(\) it",
     ),
     "step impl": (
         lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=PowerState.zeros(1, 1, 4, 4), impl="cuda"),
