@@ -27,7 +27,7 @@ from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
 from sympow.ops.memory import check_memory
 from sympow.ops.rope_scaling import magnitude
-from sympow.ops.types import OutOfRangeError
+from sympow.ops.types import OutOfRangeError, check_flags
 
 
 class HeadOptions(TypedDict, total=False):
@@ -146,6 +146,8 @@ class AttentionMixer(Mixer):
             raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
         if not isinstance(short_convolution, int) or isinstance(short_convolution, bool) or short_convolution < 0:
             raise ValueError(f"short_convolution is a number of taps, 0 for none; got {short_convolution!r}")
+        check_flags(qk_norm=qk_norm, bias=bias, out_bias=bias if out_bias is None else out_bias)
+        check_flags(head_norm=head_norm, output_gate=output_gate, output_gate_bias=output_gate_bias)
         if self.own_output and (head_norm or output_gate):
             raise ValueError(f"{type(self).__name__} has an output of its own: no head_norm and no output_gate")
         if output_gate_bias and not output_gate:

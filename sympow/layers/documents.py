@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sympow.ops.availability import autocast_dtype, concatenated, is_exporting
+from sympow.ops.availability import concatenated, dtype_in_products, is_exporting
 from sympow.ops.packed import borders, check_borders
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
 
@@ -49,9 +49,8 @@ def document_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(cu_seqlens: Tensor | None, *tensors: Tensor, window: int | None = None) -> Tensor:
         if cu_seqlens is not None and _compiles():
             check_borders(cu_seqlens, tensors[0].shape[0])
-            dtype = autocast_dtype(tensors[0]) if len(tensors) == 3 else None
-            if dtype is not None:  # the operator sees no autocast
-                tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+            if len(tensors) == 3:  # the operator sees no autocast
+                tensors = tuple(x.to(dtype_in_products(x)) for x in tensors)
             missing = (None,) * (4 - len(tensors))
             return each_document(*tensors, *missing, cu_seqlens, name, window)
         return per_document(_with_window(function, window), cu_seqlens, *tensors)

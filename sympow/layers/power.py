@@ -35,6 +35,7 @@ from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options, plain
+from sympow.ops.types import check_flags
 
 IMPLS = ("auto", "eager", "triton", "reference")  # of the op
 TINY_EPS = 1e-9  # an eps below it hides no rounding error of the state
@@ -110,6 +111,7 @@ class PowerAttention(AttentionMixer):
         p, chunk_size = plain(p), plain(chunk_size)
         check_options(p, None, False if normalize is None else normalize, eps)
         check_form(chunk_size, impl)
+        check_flags(gate=gate)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         if not (math.isfinite(initial_score) and initial_score >= 0):
             raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")

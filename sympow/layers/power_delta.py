@@ -23,6 +23,7 @@ from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.fused.unit_heads import unit_heads
 from sympow.ops.power import check_options
+from sympow.ops.types import check_flags
 
 MOST_ROUNDED = 1.9  # beta for keys whose norm is rounded to 16 bits
 
@@ -86,6 +87,7 @@ class PowerDeltaAttention(AttentionMixer):
         super().__init__(d_model, n_heads, rotation=rotation, **(BLOCK | heads))
         check_options(p, None, False, 1.0)
         check_form(chunk_size, impl)
+        check_flags(gate=gate)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         for name, number in (("beta", beta), ("beta_max", beta_max)):
             if number is not None and not 0 < number <= 2:

@@ -19,7 +19,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
 from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.rwkv4 import shifted
-from sympow.ops.availability import autocast_dtype, without_autocast
+from sympow.ops.availability import dtype_in_products, without_autocast
 from sympow.ops.recomputed import recomputed
 
 IMPLEMENTATIONS = ("auto", "plain", "fla")
@@ -186,7 +186,7 @@ class RWKV7(Mixer):
 
     def _remembered(self, x: Tensor, r: Tensor, log_decay: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `delta_rule` in the form that suits x; the results have its dtypes."""
-        half = autocast_dtype(x) or x.dtype
+        half = dtype_in_products(x)
         suits = self.impl == "fla" or (x.is_cuda and half in (torch.bfloat16, torch.float16))
         with without_autocast(x):
             if self.chunk_kernel is None or x.shape[1] < 2 or not suits:

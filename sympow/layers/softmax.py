@@ -24,6 +24,7 @@ from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
 from sympow.ops.running_sums import sums_so_far
+from sympow.ops.types import check_flags
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 MASK_ELEMENTS = 1 << 23
@@ -62,6 +63,7 @@ class GatedScores(AttentionMixer):
         **heads: Unpack[HeadOptions],
     ):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        check_flags(gate=gate)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         self.gate_bias = tuple(gate_bias)
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
+from sympow.ops.availability import dtype_in_products, has_kernels, without_autocast
 from sympow.ops.first_order import first_order
 from sympow.ops.fused.cross_entropy import cross_entropy_of_rows
 
@@ -101,7 +101,7 @@ def cross_entropy_sum(
         rows: tokens of a slice.
         cross_entropy: the module that computes the losses of a slice where there is no kernel for that.
     """
-    if has_kernels(hidden.device, _dtype_of_products(hidden)):
+    if has_kernels(hidden.device, dtype_in_products(hidden)):
         return _sliced_sum(
             hidden, weight, rows, lambda logits, here: cross_entropy_of_rows(logits, targets[here], IGNORE)
         )
@@ -131,7 +131,7 @@ def divergence_sum(
         rows: as for `cross_entropy_sum`.
         divergence: the module that computes the divergences of a slice.
     """
-    dtype = _dtype_of_products(hidden)
+    dtype = dtype_in_products(hidden)
     padded = _padded(teacher_weight, dtype)
 
     def losses(logits: Tensor, here: slice) -> Tensor:
@@ -142,16 +142,11 @@ def divergence_sum(
 
 
 def _sliced_sum(hidden: Tensor, weight: Tensor, rows: int, losses: Losses) -> Tensor:
-    dtype = _dtype_of_products(hidden)
+    dtype = dtype_in_products(hidden)
     with without_autocast(hidden):
         # Empty tensors with the graphs of both: the gradients depend on them, and keeping them would take memory.
         ties = hidden[:0].clone(), weight[:0].clone()
         return _SlicedSum.apply(hidden, weight, rows, dtype, torch.is_grad_enabled(), losses, *ties)
-
-
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype in which `hidden` is multiplied. Autocast leaves float64 as it is."""
-    return hidden.dtype if hidden.dtype == torch.float64 else autocast_dtype(hidden) or hidden.dtype
 
 
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -113,6 +113,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
+def dtype_in_products(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which x is multiplied. Autocast leaves float64 as it is."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x) or x.dtype
+
+
 def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Returns torch.cat of tensors. Under autocast, torch.cat refuses a half precision other than that of autocast."""
     if autocast_dtype(tensors[0]) is None:

@@ -21,7 +21,7 @@ from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
-from sympow.ops.types import OutOfRangeError, check_dense, check_states, check_writable
+from sympow.ops.types import OutOfRangeError, check_dense, check_flags, check_states, check_writable
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _RESET = -1e4  # a log gate whose decay is 0
@@ -82,6 +82,7 @@ def power_delta_rule(
     Hatamizadeh, "Gated Delta Networks" (2024), for p = 1.
     """
     p, chunk_size = plain(p), plain(chunk_size)
+    check_flags(qk_norm=qk_norm, return_state=return_state)
     _check(q, k, v, beta, log_g, p)
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
@@ -153,6 +154,7 @@ def power_delta_rule_step(
             or NaN.
     """
     p = plain(p)
+    check_flags(qk_norm=qk_norm, inplace=inplace)
     _check(q, k, v, beta, log_g, p)
     if state is None:
         raise TypeError("a step needs a state: power_delta_rule with return_state=True returns one; got None")

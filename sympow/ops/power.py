@@ -36,6 +36,7 @@ from sympow.ops.types import (
     PowerState,
     Rotation,
     check_dense,
+    check_flags,
     check_states,
     check_writable,
 )
@@ -126,6 +127,7 @@ def power_attention(
             return PowerOutput(again(q, k, v, log_g), None)
     check_inputs(q, k, v, log_g)
     p, normalize, chunk_size = plain(p), plain(normalize), plain(chunk_size)
+    check_flags(return_state=return_state)
     check_options(p, scale, normalize, eps, q.dtype)
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
@@ -240,6 +242,7 @@ def power_attention_step(
     """
     check_inputs(q, k, v, log_g)
     p, normalize = plain(p), plain(normalize)
+    check_flags(inplace=inplace)
     check_options(p, scale, normalize, eps, q.dtype)
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
@@ -528,8 +531,7 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float, dtyp
     """Refuses, with a TypeError or a ValueError, options that `power_attention` does not take for inputs of a dtype."""
     if isinstance(p, bool) or not isinstance(p, int) or p < 1:
         raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
-    if not isinstance(normalize, bool):
-        raise TypeError(f"normalize must be True or False; got {normalize!r}")
+    check_flags(normalize=normalize)
     if normalize and p % 2:
         raise ValueError(
             f"normalize=True needs an even p: with p = {p} weights can be negative and their sum near zero; pass "

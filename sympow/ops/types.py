@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,13 @@ def check_states(sequences: int, k: Tensor, v: Tensor, p: int, dtype: torch.dtyp
     dtype = torch.promote_types(k.dtype, torch.float32) if dtype is None else dtype
     copies = 1 if k.is_cuda else 2  # plain torch multiplies a state with the weights of its rows
     check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, dtype, copies)
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses, with a TypeError, options that are neither True nor False: the string "no" would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False; got {value!r}")
 
 
 def check_dense(name: str, x: object) -> Tensor:

@@ -339,6 +339,13 @@ def test_bad_options_are_refused(name, heads, options, message):
         MIXERS[name](D_MODEL, heads, **OPTIONS[name][0] | options)
 
 
+@pytest.mark.parametrize("flag", ["gate", "qk_norm", "bias", "out_bias", "head_norm", "output_gate"])
+def test_flags_are_bools(flag):
+    for name in ("softmax", "power", "power_delta", "window"):
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False; got 'no'$"):
+            MIXERS[name](D_MODEL, 4, **OPTIONS[name][0] | {flag: "no"})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

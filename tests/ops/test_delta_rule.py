@@ -158,6 +158,8 @@ def test_second_derivatives_are_refused():
         ({"beta": None}, TypeError, "beta must be a torch.Tensor; got NoneType"),
         ({"p": 0}, ValueError, "the power p must be an integer >= 1; got 0"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
+        ({"qk_norm": "no"}, TypeError, "qk_norm must be True or False; got 'no'"),
+        ({"return_state": 2}, TypeError, "return_state must be True or False; got 2"),
         ({"impl": "fast"}, ValueError, "impl is one of auto, eager, triton, reference; got 'fast'"),
         ({"initial_state": torch.zeros(1, 2, 9, 3)}, ValueError, r"must be \[B, G, D, V\] = \[1, 2, 10, 3\] for p"),
         ({"initial_state": torch.zeros(1, 2, 10, 3).double()}, TypeError, "inputs is torch.float32; got torch.float64"),
@@ -187,6 +189,13 @@ def test_a_step_without_a_state_is_refused():
     q, k, v = torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 4), torch.rand(1, 1, 2, 3)
     with pytest.raises(TypeError, match="a step needs a state: power_delta_rule with return_state=True returns one"):
         power_delta_rule_step(q, k, v, torch.rand(1, 1, 2), state=None)
+
+
+def test_flags_of_a_step_are_bools():
+    q, k, v = torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 4), torch.rand(1, 1, 2, 3)
+    for name in ("qk_norm", "inplace"):
+        with pytest.raises(TypeError, match=f"^{name} must be True or False; got None$"):
+            power_delta_rule_step(q, k, v, torch.rand(1, 1, 2), state=torch.zeros(1, 2, 10, 3), **{name: None})
 
 
 def test_integers_of_numpy_are_numbers():

@@ -83,6 +83,12 @@ BAD = {
     "scale that no float holds": (lambda: call(scale=-(10**400)), ValueError, "scale must be finite; got -1000"),
     "chunk size of a bool": (lambda: call(chunk_size=True), ValueError, "must be an integer >= 1, or None; got True"),
     "normalize": (lambda: call(normalize="no"), TypeError, "normalize must be True or False; got 'no'"),
+    "return_state": (lambda: call(return_state="x"), TypeError, "return_state must be True or False; got 'x'"),
+    "step inplace": (
+        lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=PowerState.zeros(1, 1, 4, 4), inplace="no"),
+        TypeError,
+        "inplace must be True or False; got 'no'",
+    ),
     "sparse": (lambda: call(q=ones(2, 3, 4, 4).to_sparse()), TypeError, "q must be a dense tensor; got torch.sparse"),
     "sparse state": (
         lambda: PowerState(ones(1, 1, 10, 4).to_sparse(), ones(1, 1, 10).to_sparse(), 2, 4),

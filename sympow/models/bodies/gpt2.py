@@ -10,7 +10,7 @@ from sympow.layers.base import is_product
 from sympow.models.bodies.base import PreNormBlock
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
-from sympow.ops.availability import autocast_dtype, has_kernels
+from sympow.ops.availability import dtype_in_products, has_kernels
 from sympow.ops.fused.gelu_linear import gelu_linear
 
 
@@ -53,7 +53,7 @@ class GPT2Block(PreNormBlock):
             return False
         learned = self.mlp_in.bias is not None and self.mlp_in.bias.requires_grad and self.mlp_out.weight.requires_grad
         learned = learned and torch.is_grad_enabled()
-        return learned and has_kernels(x.device, autocast_dtype(x) or x.dtype)
+        return learned and has_kernels(x.device, dtype_in_products(x))
 
     def _narrowed(self, hidden: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(hidden, approximate="tanh"))

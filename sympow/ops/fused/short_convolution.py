@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.availability import autocast_dtype, has_kernels, without_autocast
+from sympow.ops.availability import dtype_in_products, has_kernels, without_autocast
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.packed import check_borders, checked_on_cpu, document_starts
 from sympow.ops.runtime.launcher import cast, ceil_div, jit, launch, next_power_of_2, operator
@@ -49,7 +49,7 @@ def short_convolution(
     Raises TypeError if x or past is no dense tensor.
     """
     check_dense("x", x)
-    x = _in_autocast(x)
+    x = x.to(dtype_in_products(x))
     if past is not None:
         check_dense("past", past)
         x = torch.cat([past.to(x.dtype), x], dim=1)
@@ -87,7 +87,7 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
     """
     check_dense("x", x)
     check_dense("past", past)
-    x = _in_autocast(x)
+    x = x.to(dtype_in_products(x))
     if x.shape[1] == 0:
         return x
     if weight.shape[1] <= MOST_TAPS and has_kernels(x.device, x.dtype):
@@ -97,11 +97,6 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
     y = ((seen.unfold(1, weight.shape[1], 1) * weight).sum(-1) + bias).to(x.dtype)
     past.copy_(seen[:, x.shape[1] :])
     return y
-
-
-def _in_autocast(x: Tensor) -> Tensor:
-    dtype = autocast_dtype(x)
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
