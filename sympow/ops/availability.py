@@ -162,6 +162,10 @@ def has_values(x: Tensor) -> bool:
     """Returns whether the host can read values of x: not of a meta or a fake tensor, nor while a compiler traces."""
     if torch.compiler.is_dynamo_compiling() or x.is_meta:
         return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):  # vmap's
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
     return type(x) is Tensor or not is_fake(x)
 
 
@@ -187,7 +191,12 @@ def kept(size: int) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        cached = lru_cache(maxsize=size)(function)
+        @lru_cache(maxsize=size)
+        def cached(*key: Any, **more: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return function(*key, **more)
+            with torch._C._DisableFuncTorch():  # a tensor made within a transform ends with it
+                return function(*key, **more)
 
         @wraps(function)
         def table(*key: Any, **more: Any) -> Any:

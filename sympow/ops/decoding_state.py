@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sympow.ops.availability import without_autocast
 from sympow.ops.feature_map import spow, spow_dim
-from sympow.ops.types import PowerState
+from sympow.ops.types import PowerState, check_dense
 
 
 def default_capacity(dim: int) -> int:
@@ -72,10 +72,21 @@ class DecodingState:
         # A PowerState checks the others.
         PowerState(self.z[..., None].expand_as(self.s) if narrow else self.s, self.z, self.p, self.key_dim)
         _check_slots(self.slots, self.s)
+        check_dense("tail_k of a DecodingState", self.tail_k)
         heads, room = tuple(self.s.shape[:2]), tuple(self.tail_k.shape[:3])
-        shapes = {"tail_k": (*room, self.key_dim), "tail_v": (*room, self.value_dim), "tail_g": room}
-        for name, shape in (shapes | {"count": heads, "arrived": heads}).items():
-            x = getattr(self, name)
+        wanted = {
+            "tail_k": ((*room, self.key_dim), self.tail_k.dtype),
+            "tail_v": ((*room, self.value_dim), self.tail_k.dtype),
+            "tail_g": (room, self.z.dtype),
+            "count": (heads, torch.int32),
+            "arrived": (heads, torch.int32),
+        }
+        for name, (shape, dtype) in wanted.items():
+            x = check_dense(f"{name} of a DecodingState", getattr(self, name))
+            if x.dtype != dtype or x.device != self.z.device:
+                raise TypeError(
+                    f"{name} of this DecodingState must be {dtype} on {self.z.device}; got {x.dtype} on {x.device}"
+                )
             if room[:2] != heads or tuple(x.shape) != shape:
                 raise ValueError(
                     f"a DecodingState with s {list(self.s.shape)} and tail_k {list(self.tail_k.shape)} holds {name} "

@@ -21,7 +21,7 @@ from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
-from sympow.ops.types import OutOfRangeError, check_dense, check_flags, check_states, check_writable
+from sympow.ops.types import OutOfRangeError, check_dense, check_flags, check_states, check_writable, narrowed
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _RESET = -1e4  # a log gate whose decay is 0
@@ -91,6 +91,7 @@ def power_delta_rule(
     if cu_seqlens is not None:
         check_borders(cu_seqlens, q.shape[0])
         sequences = len(cu_seqlens) - 1
+        cu_seqlens = checked_on_cpu(cu_seqlens, q.shape[1])
     check_delta_state(initial_state, sequences, k, v, p)
     if initial_state is None and return_state:  # states between chunks are checked where they are made
         check_states(sequences, k, v, p)
@@ -112,7 +113,7 @@ def power_delta_rule(
         if initial_state is None and not return_state and (run is not _reference):
             # A gate of 0 at the first token of every document separates them.
             gates = torch.zeros_like(beta, dtype=dtype) if log_g is None else log_g
-            starts = document_starts(checked_on_cpu(cu_seqlens, q.shape[1]).to(q.device), q.shape[1])
+            starts = document_starts(cu_seqlens.to(q.device), q.shape[1])
             first = starts == torch.arange(q.shape[1], device=q.device)
             return DeltaOutput(*run(q, k, v, beta, gates.masked_fill(first[:, None], _RESET), None, **options))
         ends = borders(cu_seqlens, q.shape[1])
@@ -246,8 +247,8 @@ def _reference(q, k, v, beta, log_g, state, *, p, chunk_size, return_state):
         out, inputs[5] = delta_reference.quadratic(*tokens, inputs[5], p=p)
         outs.append(out)
     out = torch.cat(outs, dim=1)
-    after = cast(Tensor, inputs[5]).to(torch.promote_types(k.dtype, torch.float32)) if return_state else None
-    return out.to(v.dtype), after
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    return out.to(v.dtype), narrowed(cast(Tensor, inputs[5]), dtype) if return_state else None
 
 
 def _eager(q, k, v, beta, log_g, state, **options):
@@ -258,19 +259,8 @@ def _eager(q, k, v, beta, log_g, state, **options):
         out, after, *_ = delta_eager(*inputs, options["p"], options["chunk_size"] or 0, options["return_state"])
     else:
         out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
-        _check_range(out, inputs)
+        delta_solve.check_range(out, inputs)
     return out.to(v.dtype), after if options["return_state"] else None
-
-
-def _check_range(out: Tensor, inputs: tuple[Tensor | None, ...]) -> None:
-    """Raises OutOfRangeError on a CPU if the output of finite inputs is not finite; `eager` checks the last state."""
-    if out.device.type != "cpu" or not has_values(out) or out.isfinite().all():
-        return
-    if all(x is None or x.isfinite().all() for x in inputs):
-        raise OutOfRangeError(
-            f"the state of the delta rule leaves the range of {out.dtype}: without qk_norm, beta |k|**(2 p) must be at "
-            "most 2"
-        )
 
 
 def _triton(q, k, v, beta, log_g, state, **options):

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from sympow.ops import eager
+from sympow.ops.availability import has_values
 from sympow.ops.delta_types import DeltaBackend, DeltaGradients, DeltaOptions
 from sympow.ops.eager import Options
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.gate_sums import gate_sums, joined
 from sympow.ops.monomials import Basis, Features, basis
-from sympow.ops.types import PowerState, check_states
+from sympow.ops.types import OutOfRangeError, PowerState, check_states
 
 _LEAST_CHUNK = 64
 
@@ -44,6 +45,17 @@ def forward(
     errors, u, states = backend.solve(k, v, beta, log_g, state, options)
     out, last = backend.attend(q, k, u, log_g, state, states, options)
     return out, last, errors, u
+
+
+def check_range(out: Tensor, inputs: tuple[Tensor | None, ...]) -> None:
+    """Raises OutOfRangeError on a CPU if the output of finite inputs is not finite; `eager` checks the last state."""
+    if out.device.type != "cpu" or not has_values(out) or out.isfinite().all():
+        return
+    if all(x is None or x.isfinite().all() for x in inputs):
+        raise OutOfRangeError(
+            f"the state of the delta rule leaves the range of {out.dtype}: without qk_norm, beta |k|**(2 p) must be at "
+            "most 2"
+        )
 
 
 def backward(

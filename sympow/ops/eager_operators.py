@@ -249,4 +249,5 @@ def delta_eager(
     """
     options = DeltaOptions(p, chunk_size or None, return_state)
     out, last, errors, u = delta_solve.forward(delta_solve, q, k, v, beta, log_g, state, options)
+    delta_solve.check_range(out, (q, k, v, beta, log_g, state))
     return out.contiguous(), *_or_empty((last if return_state else None,), q), errors.contiguous(), u.contiguous()

@@ -73,11 +73,10 @@ def check_borders(cu_seqlens: Tensor, batch: int) -> None:
 
     Its values are not checked, because the host would have to wait for a GPU.
     """
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}"
-        )
-    check_dense("cu_seqlens", cu_seqlens)
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor; got {type(cu_seqlens).__name__}")
+    if check_dense("cu_seqlens", cu_seqlens).dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor; got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
     if batch != 1:

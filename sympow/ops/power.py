@@ -39,6 +39,7 @@ from sympow.ops.types import (
     check_flags,
     check_states,
     check_writable,
+    narrowed,
 )
 
 State = TypeVar("State", bound=PowerState | DecodingState)
@@ -382,7 +383,9 @@ class Reference:
                 out, new = reference.quadratic(*inputs, state, **options)
             else:
                 out, new = reference.chunked(*inputs, state, chunk_size=chunk_size, **options)
-        return out.to(v.dtype), new.to(dtype) if return_state else None
+        if not return_state:
+            return out.to(v.dtype), None
+        return out.to(v.dtype), PowerState(narrowed(new.s, dtype), narrowed(new.z, dtype), new.p, new.key_dim)
 
     def step(self, q, k, v, log_g, state, *, inplace, **options):
         """Steps by the recurrence. The new state of a DecodingState is that of plain torch."""
@@ -522,7 +525,7 @@ def check_gates(log_g: Tensor | None) -> None:
             )
 
 
-LARGEST = float(np.finfo(np.float64).max)  # number of Python that is a float
+LARGEST = float(np.finfo(np.float64).max)  # the largest float of Python
 # Also what a compiler takes as a symbol.
 NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 
@@ -540,7 +543,7 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float, dtyp
     for name, number in (("scale", scale), ("eps", eps)):
         if isinstance(number, Tensor):  # whose gradient would be lost
             raise TypeError(f"{name} must be a number; got a torch.Tensor (multiply q by a scale that is learned)")
-        if not isinstance(number, NUMBERS) and (number is not None or name == "eps"):
+        if isinstance(number, bool) or (not isinstance(number, NUMBERS) and (number is not None or name == "eps")):
             raise TypeError(f"{name} must be a number; got {number!r}")
     scale, eps = _as_float(scale), _as_float(eps)
     # Comparisons, which a compiler traces for a number that it takes as a symbol, and it does not trace isfinite.

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sympow.ops.availability import makes_fakes
+from sympow.ops.availability import has_values, makes_fakes
 from sympow.ops.feature_map import plain, spow_dim
 from sympow.ops.memory import check_memory
 
-LARGE = 1 << 30  # bytes, which are compared with the free memory
+LARGE = 1 << 30  # bytes, from which on a state is compared with the free memory
 _FILE_FORMAT = "sympow.PowerState/1"
 State = TypeVar("State")
 
@@ -54,6 +54,14 @@ def check_states(sequences: int, k: Tensor, v: Tensor, p: int, dtype: torch.dtyp
     dtype = torch.promote_types(k.dtype, torch.float32) if dtype is None else dtype
     copies = 1 if k.is_cuda else 2  # plain torch multiplies a state with the weights of its rows
     check_state_memory(sequences, k.shape[2], k.shape[3], v.shape[3], p, k.device, dtype, copies)
+
+
+def narrowed(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts numbers of a float64 state. Raises OutOfRangeError on a CPU for those that `dtype` cannot hold."""
+    narrow = state.to(dtype)
+    if state.device.type == "cpu" and has_values(state) and not narrow.isfinite().all() and state.isfinite().all():
+        raise OutOfRangeError(f"the state leaves the range of {dtype}; use smaller k and v, or float64")
+    return narrow
 
 
 def check_flags(**flags: Any) -> None:
@@ -149,9 +157,15 @@ class PowerState:
     ) -> PowerState:
         """Returns the state before the first token.
 
-        Raises ValueError if there is not enough memory for it.
+        Raises TypeError or ValueError for sizes that are no integers or negative, and ValueError if there is not enough
+        memory for it (compiled code does not compare it).
         """
-        key_dim, p = plain(key_dim), plain(p)
+        batch, kv_heads, key_dim, value_dim, p = map(plain, (batch, kv_heads, key_dim, value_dim, p))
+        for name, size in (("batch", batch), ("kv_heads", kv_heads), ("key_dim", key_dim), ("value_dim", value_dim)):
+            if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+                raise TypeError(f"{name} must be an integer; got {size!r}")
+            if size < 0:
+                raise ValueError(f"{name} must not be negative; got {size}")
         d = spow_dim(key_dim, p)
         check_state_memory(batch, kv_heads, key_dim, value_dim, p, device, dtype)
         return cls(
@@ -186,7 +200,7 @@ class PowerState:
     def save(self, path: str | os.PathLike) -> None:
         """Writes the state to a file that `PowerState.load` reads."""
         tensors = {"s": self.s.detach(), "z": self.z.detach()}
-        numbers = {"p": plain(self.p), "key_dim": plain(self.key_dim)}
+        numbers = {"p": self.p, "key_dim": plain(self.key_dim)}
         torch.save({"format": _FILE_FORMAT, **numbers, **tensors}, path)
 
     @classmethod

@@ -309,3 +309,29 @@ def test_a_state_of_more_elements_than_int32_counts():
         state = DecodingState.from_state(zeros, dtype=torch.bfloat16, capacity=2)
         outs.append(power_attention_step(*x, state=state, inplace=True).out[-1:])
     torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tail_v": torch.zeros(1, 2, 3, 3, dtype=torch.int32)},
+            "tail_v .* must be torch.float16 on cpu; got torch.int32",
+        ),
+        (
+            {"tail_g": torch.zeros(1, 2, 3, dtype=torch.float64)},
+            "tail_g .* must be torch.float32 on cpu; got",
+        ),
+        (
+            {"count": torch.zeros(1, 2)},
+            "count .* must be torch.int32 on cpu; got torch.float32",
+        ),
+        ({"arrived": None}, "arrived of a DecodingState must be a torch.Tensor; got NoneType"),
+        ({"tail_k": torch.zeros(1, 2, 3, 4).to_sparse()}, "tail_k of a DecodingState must be a dense tensor; got"),
+        ({"count": torch.zeros(1, 2, dtype=torch.int32, device="meta")}, "count .* on cpu; got torch.int32 on meta"),
+    ],
+)
+def test_tensors_of_other_kinds_are_refused(change, message):
+    state = DecodingState.from_state(PowerState.zeros(1, 2, 4, 3), dtype=torch.float16, capacity=3)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        replace(state, **change)

@@ -160,6 +160,7 @@ def test_second_derivatives_are_refused():
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
         ({"qk_norm": "no"}, TypeError, "qk_norm must be True or False; got 'no'"),
         ({"return_state": 2}, TypeError, "return_state must be True or False; got 2"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "cu_seqlens must rise from 0 to T = 5"),
         ({"impl": "fast"}, ValueError, "impl is one of auto, eager, triton, reference; got 'fast'"),
         ({"initial_state": torch.zeros(1, 2, 9, 3)}, ValueError, r"must be \[B, G, D, V\] = \[1, 2, 10, 3\] for p"),
         ({"initial_state": torch.zeros(1, 2, 10, 3).double()}, TypeError, "inputs is torch.float32; got torch.float64"),
@@ -183,6 +184,20 @@ def test_a_state_beyond_the_range_is_refused():
     assert not power_delta_rule(*tokens, qk_norm=False).out.any()
     with pytest.raises(OutOfRangeError, match=r"the state leaves the range of torch\.float32"):
         power_delta_rule(*tokens, qk_norm=False, return_state=True)
+
+
+def test_an_output_beyond_the_range_is_refused_in_compiled_code():
+    q, k, v = torch.rand(1, 5, 4, 4), torch.full((1, 5, 2, 4), 1e20), torch.rand(1, 5, 2, 3)
+    beta = torch.ones(1, 5, 2)
+    compiled = torch.compile(lambda q: power_delta_rule(q, k, v, beta, qk_norm=False).out, backend="eager")
+    with pytest.raises(OutOfRangeError, match=r"the state of the delta rule leaves the range of torch\.float32"):
+        compiled(q)
+
+
+def test_borders_of_no_tokens_are_checked():
+    q, k, v = torch.rand(1, 0, 4, 4), torch.rand(1, 0, 2, 4), torch.rand(1, 0, 2, 3)
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 0"):
+        power_delta_rule(q, k, v, torch.rand(1, 0, 2), cu_seqlens=torch.tensor([0, 5]), return_state=True)
 
 
 def test_a_step_without_a_state_is_refused():

@@ -89,6 +89,10 @@ BAD = {
         TypeError,
         "inplace must be True or False; got 'no'",
     ),
+    "scale of a bool": (lambda: call(scale=True), TypeError, "scale must be a number; got True"),
+    "cu_seqlens of NumPy": (lambda: packed(np.array([0, 3])), TypeError, "int64 tensor; got ndarray"),
+    "negative size": (lambda: PowerState.zeros(-1, 1, 4, 2), ValueError, "batch must not be negative; got -1"),
+    "size of a state": (lambda: PowerState.zeros(1, 1, 4, 2.5), TypeError, "value_dim must be an integer; got 2.5"),
     "sparse": (lambda: call(q=ones(2, 3, 4, 4).to_sparse()), TypeError, "q must be a dense tensor; got torch.sparse"),
     "sparse state": (
         lambda: PowerState(ones(1, 1, 10, 4).to_sparse(), ones(1, 1, 10).to_sparse(), 2, 4),
@@ -186,7 +190,7 @@ BAD = {
     "tail capacity": (lambda: tail(capacity=0), ValueError, "capacity must be an integer >= 1; got 0"),
     "tail of doubles": (lambda: tail(dtype=torch.float64), TypeError, "a dtype it can hold; got torch.float64"),
     "tail shape": (
-        lambda: dataclasses.replace(tail(), count=ones(1, 2)),
+        lambda: dataclasses.replace(tail(), count=torch.zeros(1, 2, dtype=torch.int32)),
         ValueError,
         r"holds count \[1, 1\]; got \[1, 2\]",
     ),
@@ -258,6 +262,8 @@ def test_a_state_beyond_the_range_is_refused(size, v):
     assert not power_attention(q, size * k, torch.full((1, 1, 1, 3), v)).out.any()
     with pytest.raises(OutOfRangeError, match=r"^the state leaves the range of torch\.float32: .* smaller k and v$"):
         power_attention(q, size * k, torch.full((1, 1, 1, 3), v), return_state=True)
+    with pytest.raises(OutOfRangeError, match=r"^the state leaves the range of torch\.float32; .*, or float64$"):
+        power_attention(q, size * k, torch.full((1, 1, 1, 3), v), return_state=True, impl="reference")
 
 
 def test_inputs_that_are_not_finite_are_no_error():

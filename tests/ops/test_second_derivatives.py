@@ -17,6 +17,7 @@ from sympow.ops.fused.gelu_linear import gelu_linear
 from sympow.ops.fused.rotation import fused_rotate_heads
 from sympow.ops.fused.short_convolution import fused_short_convolution
 from sympow.ops.fused.unit_heads import fused_unit_heads
+from tests.draws import normal
 from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 
 B, T, H, K, V = 1, 9, 2, 4, 3
@@ -195,3 +196,20 @@ def test_the_reference_has_those_in_forward_mode():
     y = torch.ones_like(out).cumsum(1)
     grads = torch.autograd.grad(out, leaves, y)
     assert torch.allclose((found * y).sum(), sum((x * grad).sum() for x, grad in zip(leaves, grads, strict=True)))
+
+
+def test_transforms_of_the_specification():
+    """In this order: tables that a transform made would end with it. vmap cannot read values, so it checks none."""
+    q, k, v = normal(1, 4, 2, 7), normal(1, 4, 1, 7, seed=1), normal(1, 4, 1, 3, seed=2)
+    log_g = -normal(1, 4, 1, seed=3).abs()
+
+    def total(x):
+        return power_attention(x, k, v, log_g, p=4, impl="reference").out.sum()
+
+    hessian, gradient = torch.func.hessian(total)(q), torch.func.grad(total)(q)
+    leaf = q.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(total(leaf), leaf, create_graph=True)
+    torch.testing.assert_close(gradient, wanted)
+    torch.testing.assert_close(hessian[0, 0, 0, 0], torch.autograd.grad(wanted[0, 0, 0, 0], leaf)[0])
+    mapped = torch.func.vmap(lambda x, g: power_attention(x, k, v, g, p=4, impl="reference").out)(q[None], log_g[None])
+    torch.testing.assert_close(mapped[0].sum(), total(q))
