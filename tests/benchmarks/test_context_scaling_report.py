@@ -278,13 +278,15 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert f"in rows of 4,096 the hybrid {short:.1f} times" in TEXT
     bytes_of = [context_tables.sequence_bytes(each, DOCUMENT) / 1e6 for each in names[:2]]
     assert "It has {:.0f} MB, and gated softmax attention {:.0f}".format(*bytes_of) in TEXT
-    long = [fmean(evidence.losses(each, at, MIDDLE)) for each in ("window", "power_delta") for at in (16_384, DOCUMENT)]
-    words = "it has {:.3f} and {:.3f} nats (three runs each), the delta rule {:.3f} (one run) and {:.3f} (two)"
-    assert words.format(*long) in TEXT
-    (hybrid,), gates = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
-    assert f"but has {hybrid:.3f} nats (one run)" in TEXT and f"and has {fmean(gates):.3f} nats (two)" in TEXT
-    deltas = evidence.losses("power_delta", DOCUMENT, MIDDLE)
-    assert len(gates) == len(deltas) == 2
+    constant = ("window+window=2112", "window", "power_delta", "power")
+    wide, narrow, deltas, powers = long = [evidence.losses(each, DOCUMENT, MIDDLE) for each in constant]
+    words = "it has {:.3f} nats, a window of 1,024, with half of the bytes, and the delta rule {:.3f} each"
+    assert words.format(fmean(wide), fmean(narrow)) in TEXT and f"{fmean(deltas):.3f}" == f"{fmean(narrow):.3f}"
+    assert f"each, and p = 2 {fmean(powers):.3f} (three runs each)" in TEXT
+    hybrids, gates = (evidence.losses(each, DOCUMENT, MIDDLE) for each in names[:2])
+    assert f"but has {fmean(hybrids):.3f} nats. Gated softmax attention trained there" in TEXT
+    assert f"and has {fmean(gates):.3f} nats (three runs each)" in TEXT
+    assert all(len(losses) == 3 for losses in (*long, hybrids, gates))
     read = {row["variant"]: row["loss"] for row in known(RESULTS / "long_text_gpu.csv") if row["end"] == 1 << 20}
     pairs = [[f"{read[each]:.3f}" for each in two] for two in (names[:2], ("power_delta", "window"))]
     assert all("end at {} and {} nats".format(*pair) in TEXT for pair in pairs)
@@ -325,8 +327,8 @@ def test_sentences_of_the_page_follow_from_the_rows():
 def test_the_readme_says_by_the_rows_which_model_to_train():
     readme, evidence = " ".join((ROOT / "README.md").read_text("utf-8").split()), context_tables.Evidence(RESULTS)
 
-    def times(variant: str, control: str, read_at: int | None = None) -> Interval:
-        pairs = zip(*(evidence.losses(each, 4096, MIDDLE, read_at) for each in (variant, control)), strict=True)
+    def times(variant: str, control: str, read_at: int | None = None, context: int = 4096) -> Interval:
+        pairs = zip(*(evidence.losses(each, context, MIDDLE, read_at) for each in (variant, control)), strict=True)
         found = interval([own / other for own, other in pairs])
         assert found.count == 3
         return found
@@ -336,6 +338,8 @@ def test_the_readme_says_by_the_rows_which_model_to_train():
     controls = ("window+window=2112", "softmax_gate", "hybrid_heads_delta")
     words = "has {:.2f} times its loss, {:.2f} times that of gated softmax and {:.2f} times that of the hybrid"
     assert words.format(*(times("power", each).mean for each in controls)) in readme
+    words = "of the hybrid; in rows of 65,536 {:.2f}, {:.2f} and {:.2f} times"
+    assert words.format(*(times("power", each, context=DOCUMENT).mean for each in controls)) in readme
     gate, hybrid = (context_tables.sequence_bytes(each, DOCUMENT) for each in controls[1:])
     far = context_tables.sequence_bytes(controls[2], 1 << 20) / 1e9
     assert round(gate / hybrid) == 5 and "a fifth of the bytes" in readme and f"if {far:.1f} GB fit" in readme
