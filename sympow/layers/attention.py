@@ -171,7 +171,7 @@ class AttentionMixer(Mixer):
         rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], rope_scaling, device="cpu")
         self.rope_scaling = None if rope_scaling is None else dict(rope_scaling)
         self._scaling_key = None if rope_scaling is None else json.dumps(self.rope_scaling)
-        self._magnitude = magnitude(rope_scaling)
+        self.magnitude = magnitude(rope_scaling)
         self.convolution = (
             DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
         )
@@ -314,7 +314,7 @@ class AttentionMixer(Mixer):
             q, k, v = rotate_heads(*turned)
         else:
             q, k, v = rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
-        return self._magnified(q), k, v
+        return *self.magnified(q, k), v
 
     def first_position(self, x: Tensor) -> int:
         """Returns the position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
@@ -330,16 +330,19 @@ class AttentionMixer(Mixer):
         if self.rotation == "none":
             return q, k
         q, k = rotate_alike((q, k), *self._turns(q, position))
-        return self._magnified(q), k
+        return self.magnified(q, k)
 
-    def _magnified(self, q: Tensor) -> Tensor:
-        """Multiplies the rotated channels of q by the square of the rotation's magnitude: once for q and once for k."""
-        if self._magnitude == 1:
-            return q
-        factor = self._magnitude**2
+    def magnified(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiplies the scores of rotated channels by the square of the rotation's magnitude, in q alone."""
+        return self.stretched(q, self.magnitude**2), k
+
+    def stretched(self, x: Tensor, factor: float) -> Tensor:
+        """Multiplies the rotated channels of x [..., K]."""
+        if factor == 1:
+            return x
         if self.rotary_dim is None:
-            return q * factor
-        return torch.cat([q[..., : self.rotary_dim] * factor, q[..., self.rotary_dim :]], dim=-1)
+            return x * factor
+        return torch.cat([x[..., : self.rotary_dim] * factor, x[..., self.rotary_dim :]], dim=-1)
 
     def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""

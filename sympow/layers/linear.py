@@ -164,6 +164,11 @@ class LinearAttention(AttentionMixer):
         q, k = F.elu(q) + 1, F.elu(k) + 1
         return *self.rotate(q, k, position), v, (q, k)
 
+    @override
+    def magnified(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Changes nothing with elu + 1: the sums of the weights, which divide, know of no rotation."""
+        return (q, k) if self.feature_map == "elu+1" else super().magnified(q, k)
+
     def _divided(
         self, y: Tensor, features: tuple[Tensor, Tensor] | None, state: LinearAttentionState
     ) -> tuple[Tensor, Tensor | None]:

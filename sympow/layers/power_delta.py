@@ -155,6 +155,11 @@ class PowerDeltaAttention(AttentionMixer):
         sizes = {"heads": self.n_heads + self.n_kv_heads, "kv_heads": self.n_kv_heads}
         return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
 
+    @override
+    def magnified(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiplies q and k: keys are compared with keys, too, and the norm of both follows."""
+        return self.stretched(q, self.magnitude), self.stretched(k, self.magnitude)
+
     def _options(self) -> dict[str, Any]:
         return {"p": self.p, "qk_norm": not self.offset, "chunk_size": self.chunk_size, "impl": self.impl}
 

@@ -111,7 +111,9 @@ class Sequence:
         """Delivers the last piece. `finish` is the reason, if the tokens give none."""
         self.finish = self.finish or finish
         self._text += self._answer.finish()
-        if not self._answer.stopped:
+        if self._answer.stopped:
+            self.finish = "stop"
+        else:
             self._show(self._answer.given + 1)  # the last tokens may have no text
         self._deliver(self._usage())
 

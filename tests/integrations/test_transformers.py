@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -368,7 +369,7 @@ def test_a_mask_that_takes_tokens_of_a_cache_back_is_refused(tokens):
     mask[0, 22:] = 0
     more, longer = torch.cat([first.sequences, tokens[:, :3]], 1), torch.cat([mask, torch.ones(4, 3)], 1)
     count = first.past_key_values.get_seq_length()
-    message = f"leaves out {count - 22} of the {count} tokens before, in row 0, and past_key_values was made without 0"
+    message = "past_key_values has read token 22 of row 0, and attention_mask leaves it out"
     for rows in (slice(None), [0, 1]):
         cache = copy.deepcopy(first.past_key_values)
         cache.batch_select_indices(torch.arange(4)[rows])
@@ -381,6 +382,25 @@ def test_a_mask_that_takes_tokens_of_a_cache_back_is_refused(tokens):
     assert first.past_key_values.takes_a_token(longer[1:, : count + 1])
     assert first.past_key_values.takes_a_token(torch.ones(3, 1))
     model(more[1:, count:], attention_mask=longer[1:], past_key_values=first.past_key_values)
+
+
+@torch.no_grad()
+def test_a_mask_that_leaves_out_other_tokens_is_refused(tokens):
+    """Also if they are as many."""
+    model, mask = hybrid(), torch.ones_like(tokens)
+    mask[1, :2] = 0
+    read = model(tokens, attention_mask=mask, use_cache=True).past_key_values
+    new, ones = tokens[:, :2], torch.ones(4, 2, dtype=mask.dtype)
+    for before, place in ((mask.flip(1), "19 of row 1"), (mask.flip(0), "0 of row 2"), (0 * mask, "0 of row 0")):
+        with pytest.raises(ValueError, match=f"^past_key_values has read token {place}, and attention_mask leaves it"):
+            model(new, attention_mask=torch.cat([before, ones], 1), past_key_values=copy.deepcopy(read))
+    same = torch.cat([mask, ones], 1)
+    whole = model(torch.cat([tokens, new], 1), attention_mask=same, use_cache=False).logits[:, -2:]
+    assert_close(model(new, attention_mask=same, past_key_values=copy.deepcopy(read)).logits, whole, **CLOSE)
+    read.batch_select_indices(torch.tensor([1, 1, 0]))
+    model(new[[1, 1, 0]], attention_mask=same[[1, 1, 0]], past_key_values=copy.deepcopy(read))
+    with pytest.raises(ValueError, match="read token 0 of row 2"):
+        model(new[:3], attention_mask=same[[1, 1, 1]], past_key_values=read)
 
 
 @torch.no_grad()
@@ -565,7 +585,6 @@ def test_gradients_of_padded_rows(tokens):
     model = from_native(native).train()
     mask, given = left_padded(tokens, (21, 16, 21, 9))
     labels = tokens.masked_fill(mask == 0, -100)
-    labels[1, -16] = labels[3, -9] = -100  # the first token of a row: nothing before it predicts it
     model(given, attention_mask=mask, labels=labels).loss.backward()
     rows = [tokens[row : row + 1, -length:] for row, length in enumerate(mask.sum(1))]
     alone = [native.token_losses(row[:, :-1], row[:, 1:]) for row in rows]
@@ -574,6 +593,18 @@ def test_gradients_of_padded_rows(tokens):
     gate = model.model.layers[0].block.mixer.gate.weight.grad
     assert_close(gate, expected["blocks.0.mixer.gate.weight"], rtol=1e-4, atol=1e-6)
     assert_close(model.model.embedding.weight.grad, expected["embedding.weight"], rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_loss_of_packed_documents_is_that_of_each_alone(tokens):
+    model = hybrid()
+    ends = (0, 5, 21)
+    alone = [model(tokens[:1, a:b], labels=tokens[:1, a:b]).loss * (b - a - 1) for a, b in pairwise(ends)]
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
+    numbers = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(ends))])[None]
+    for packed in ({"position_ids": positions}, {"seq_idx": numbers}, {"cu_seq_lens_q": torch.tensor(ends)}):
+        loss = model(tokens[:1], labels=tokens[:1], use_cache=False, **packed).loss
+        assert_close(loss, sum(alone) / (21 - 2))
 
 
 @torch.no_grad()

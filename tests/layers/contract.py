@@ -32,6 +32,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"p": 1, "qk_norm": True, "bias": False, "value_dim": 10},
         {"p": 3, "head_dim": 4, "impl": "reference", "offset": 0.5, "rotation": "none"},
         {"p": 4, "head_dim": 4, "short_convolution": 0, "head_norm": False, "output_gate": False},
+        {"rotary_fraction": 0.5, "rope_scaling": YARN},
     ],
     "softmax": [
         {},
@@ -51,7 +52,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"feature_map": "elu+1", "rotation": "none", "n_kv_heads": 2, "value_dim": 10},
         {"n_kv_heads": 1, "qk_norm": True, "chunk_size": 5},
         {"short_convolution": 2, "output_gate": True},
-        {"feature_map": "elu+1", "short_convolution": 4, "head_norm": True},
+        {"feature_map": "elu+1", "short_convolution": 4, "head_norm": True, "rope_scaling": YARN},
         {"feature_map": "taylor", "head_dim": 4},
         {"feature_map": "taylor", "head_dim": 4, "n_kv_heads": 2, "value_dim": 10, "rotation": "none"},
     ],

@@ -347,6 +347,21 @@ def test_flags_are_bools(flag):
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("selection", {"selection": "learned", "whole_row": 0.5}),
+        ("hyena", {"max_length": 9, "multi_head": -1}),
+        ("base_conv", {"max_length": 9, "residual": 0.5}),
+        ("programmatic_conv", {"matching": 2.0}),
+    ],
+)
+def test_other_flags_are_bools(name, options):
+    flag, value = list(options.items())[-1]
+    with pytest.raises(TypeError, match=f"^{flag} must be True or False; got {value}$"):
+        MIXERS[name](D_MODEL, 4, **options)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("power", {"p": 3, "normalize": True}, "normalize=True needs an even p"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from sympow.layers import PowerDeltaAttention
+from sympow.layers import LinearAttention, PowerDeltaAttention
 from sympow.ops import power_delta_rule
 
 
@@ -116,3 +116,19 @@ def test_gradients_with_an_offset(size):
         layer.qkv.weight[:8] *= size
     x = torch.randn(1, 3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(layer, (x,))
+
+
+@pytest.mark.parametrize("name", ["power_delta", "elu+1", "taylor"])
+def test_a_token_reads_back_its_value_with_yarn(name):
+    """The magnitude of the rotation changes keys and queries alike, and the sums that divide as the weights."""
+    plain = {"bias": False, "head_norm": False, "short_convolution": 0, "output_gate": False, "rotary_fraction": 0.5}
+    plain["rope_scaling"] = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    if name == "power_delta":
+        mixer = PowerDeltaAttention(8, 1, p=2, beta=1.0, gate=False, **plain).double()
+    else:
+        mixer = LinearAttention(8, 1, feature_map=name, **plain).double()
+    with torch.no_grad():
+        mixer.qkv.weight.copy_(torch.eye(8).repeat(3, 1))
+        mixer.out.weight.copy_(torch.eye(8))
+    x = torch.arange(1.0, 9.0, dtype=torch.float64).view(1, 1, 8)
+    torch.testing.assert_close(mixer(x), x, rtol=1e-5, atol=0)

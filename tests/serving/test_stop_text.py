@@ -1,9 +1,13 @@
 """Stop sequences: cut where they first stand, whatever the cut into tokens."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sympow.data import BPETokenizer, ByteTokenizer
+from sympow.serving.prefixes import PrefixKeys
+from sympow.serving.requests import Output, Request
+from sympow.serving.sequence import Sequence
 from sympow.serving.stop_text import AnswerText
 
 TOKENIZER = ByteTokenizer()
@@ -63,3 +67,14 @@ def test_a_character_comes_once_it_is_whole():
     answer = AnswerText(TOKENIZER)
     assert [answer.push(token) for token in "±".encode()] == ["", "±"]
     assert answer.push(0xC2) == "" and answer.finish() == "�"
+
+
+def test_a_stop_sequence_that_the_last_bytes_complete_ends_the_answer():
+    """A character that is not finished becomes U+FFFD when the answer ends."""
+    outputs: list[Output] = []
+    request = Request(tokens=torch.tensor([1]), max_new_tokens=2, deliver=outputs.append, stop=("\ufffd",))
+    sequence = Sequence(request, PrefixKeys(request.tokens, [b""]), TOKENIZER, torch.device("cpu"))
+    for token in (ord("a"), 0xF0):
+        sequence.push(token, None, frozenset(), 1)
+    sequence.end()
+    assert (outputs[-1].text, outputs[-1].finish) == ("a", "stop")

@@ -118,7 +118,7 @@ class SympowCache(Cache):
         columns: the number of tokens seen, including tokens that the mask leaves out.
         before: the number of tokens read before these, and their hash, if the cache comes from a context file.
         most: the number of tokens that `generate` reads at most, those before included; None: any number.
-        left_out: the number of tokens of each sequence that the mask has left out.
+        read: bool [B, columns], false for tokens that the mask has left out; None: it has left out none.
     """
 
     def __init__(self, config: Any):
@@ -127,7 +127,7 @@ class SympowCache(Cache):
         self.columns = 0
         self.before = (0, NO_TOKENS)
         self.most: int | None = None
-        self.left_out: list[int] = []
+        self.read: Tensor | None = None
         self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
 
@@ -191,19 +191,19 @@ class SympowCache(Cache):
     @property
     def padded(self) -> bool:
         """Returns whether the mask has left out a token of a sequence."""
-        return any(self.left_out)
+        return self.read is not None
 
     def takes_a_token(self, mask: Tensor) -> bool:
         """Returns whether no token was left out so far, and an attention mask [B, S] leaves out none."""
-        if self.padded or mask.ndim != 2 or len(mask) != len(self.left_out) or not mask.shape[1]:
+        if self.padded or mask.ndim != 2 or len(mask) != self.batch_size or not mask.shape[1]:
             return False
         return bool((mask[:, -self.columns - 1 :] == 1).all())  # one wait for the device
 
     def check_mask(self, mask: Tensor | None, time: int) -> None:
-        """Raises ValueError for an attention mask that leaves out more tokens of a row than were left out before.
+        """Raises ValueError for an attention mask that leaves out a token that the cache has read.
 
-        Only the numbers are compared. A state cannot take tokens back, and it has read the padding that `generate`
-        writes after the end of a row.
+        A state cannot take a token back, and it has read the padding that `generate` writes after the end of a row.
+        Tokens that were left out stay left out: without a mask, `generate` makes one of ones.
 
         Args:
             mask: [B, S]; the last `time` columns are new, and those before them are what the cache has seen. A mask of
@@ -211,15 +211,16 @@ class SympowCache(Cache):
             time: the number of new columns.
         """
         first = 0 if mask is None else mask.shape[1] - time - self.columns
-        if mask is None or first < 0 or mask.shape[0] != len(self.left_out):
+        if mask is None or first < 0 or mask.shape[0] != self.batch_size:
             return
-        given = (mask[:, first : first + self.columns] == 0).sum(1).tolist()
-        for row, (wanted, own) in enumerate(zip(given, self.left_out, strict=True)):
-            if wanted > own:
-                raise ValueError(
-                    f"attention_mask leaves out {wanted} of the {self.columns} tokens before, in row {row}, and "
-                    f"past_key_values was made without {own} of them: a state cannot take tokens back"
-                )
+        given = mask[:, first : first + self.columns].bool()
+        taken = ~given if self.read is None else ~given & self.read.to(given.device)
+        if bool(taken.any()):
+            row, column = taken.nonzero()[0].tolist()
+            raise ValueError(
+                f"past_key_values has read token {column} of row {row}, and attention_mask leaves it out: a state "
+                "cannot take tokens back"
+            )
 
     def states(self, group: int) -> list[MixerState | None]:
         """Returns the states of a group, one for each block."""
@@ -253,12 +254,16 @@ class SympowCache(Cache):
                 found.append((index, kept))
         return found
 
-    def fill(self, parts: Sequence[Part], time: int, counts: Sequence[int] | None = None) -> None:
-        """Stores the groups and states after a forward pass over `time` columns; `counts` as for `parts`."""
+    def fill(self, parts: Sequence[Part], time: int, keep: Tensor | None = None) -> None:
+        """Stores the groups and states after a forward pass over `time` columns.
+
+        keep: bool [B, time], false for tokens that were left out; None: none was.
+        """
+        if keep is not None or self.read is not None:
+            like = cast(Tensor, self.read if keep is None else keep)
+            past = like.new_ones(len(like), self.columns) if self.read is None else self.read.to(like.device)
+            self.read = torch.cat([past, like.new_ones(len(like), time) if keep is None else keep], dim=1)
         self.columns += time
-        batch = sum(len(index) for index, _ in parts)
-        before = self.left_out or [0] * batch
-        self.left_out = before if counts is None else [own + time - n for own, n in zip(before, counts, strict=True)]
         if len(parts) > 1:
             parts = _joined(parts)
         self.groups = [rows for rows, _ in parts]
@@ -279,7 +284,8 @@ class SympowCache(Cache):
                 places = [place for _, place in chosen]
                 parts.append(([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)]))
         if self.groups:
-            self.left_out = [self.left_out[int(old)] for old in index]
+            if self.read is not None:
+                self.read = self.read[[int(old) for old in index]]
             self.fill(parts, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -301,7 +307,7 @@ class SympowCache(Cache):
     def reset(self) -> None:
         """Forgets all tokens: the cache is as new."""
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
-        self._slots, self.left_out, self.most = None, [], None
+        self._slots, self.read, self.most = None, None, None
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 

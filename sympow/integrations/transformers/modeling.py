@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 
 from sympow.integrations.transformers.cache import CACHE, SympowCache, moved, one_cache
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.padding import document_starts, kept, scattered
+from sympow.integrations.transformers.padding import document_starts, first_tokens, kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
 from sympow.integrations.transformers.weight_files import check_dtypes, stored_weights
 from sympow.integrations.transformers.weights import is_loaded, native_name, weights
@@ -269,7 +269,7 @@ class SympowModel(SympowPreTrainedModel):
         parts = cache.parts(rows, counts, time)
         if len(parts) == 1 and keep is None and parts[0][0] == list(range(rows)):
             hidden, states = self._step(x, tokens, parts[0][1], 0, every)
-            cache.fill([(parts[0][0], states)], time, counts)
+            cache.fill([(parts[0][0], states)], time)
             return hidden
         after = []
         results: list[Tensor] = []
@@ -290,7 +290,7 @@ class SympowModel(SympowPreTrainedModel):
             results = [r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)]
         if not results:  # nothing but padding
             results = [torch.zeros_like(x) for _ in range(len(self.layers) + 1 if every else 1)]
-        cache.fill(after, time, counts)
+        cache.fill(after, time, keep)
         return results
 
     def _step(
@@ -375,7 +375,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             past_key_values: as for `SympowModel.forward`.
             inputs_embeds: as for `SympowModel.forward`.
             labels: int64 [B, T], the input tokens, or -100 to leave out a token. With labels, `loss` is the loss
-                of predicting each token from the tokens before it.
+                of predicting each token from the tokens before it. The first token of a padded row or of a packed
+                document has none before it, and does not count.
             use_cache: as for `SympowModel.forward`.
             output_hidden_states: as for `SympowModel.forward`.
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
@@ -406,6 +407,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, which])
         loss = None
         if labels is not None:
+            bounds, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+            first = first_tokens(attention_mask, position_ids, bounds, numbers, labels)
+            labels = labels if first is None else labels.masked_fill(first, -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)}

@@ -75,3 +75,29 @@ def document_starts(
             raise ValueError("position_ids must count up by 1 within a document, or start again with another one")
         starts = starts | (behind & (steps["position_ids"] < 1))
     return starts | (read & ~behind) if bool(starts.any()) else None
+
+
+def first_tokens(
+    mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None, seq_idx: Tensor | None, labels: Tensor
+) -> Tensor | None:
+    """Finds the tokens of padded rows and of packed documents that no token comes before.
+
+    Args:
+        mask: an attention mask, see `kept`.
+        position_ids: see `document_starts`.
+        cu_seqlens: int [N + 1], the bounds of packed documents; the two arguments around it are then not read.
+        seq_idx: see `document_starts`.
+        labels: [B, T].
+
+    Returns:
+        bool [B, T], true at first tokens; None if there are none but the first column.
+    """
+    rows, time = labels.shape
+    if cu_seqlens is not None:
+        first = torch.zeros(rows * time + 1, dtype=torch.bool, device=labels.device)
+        return first.index_fill(0, cu_seqlens.to(labels.device).long(), True)[:-1].view(rows, time)
+    keep = kept(mask, rows, time)
+    starts = document_starts(position_ids, seq_idx, keep, rows, time)
+    if starts is not None:
+        return starts.to(labels.device)
+    return None if keep is None else (keep & (keep.cumsum(1) == 1)).to(labels.device)

@@ -12,6 +12,7 @@ from sympow.layers.base import own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
 from sympow.layers.zoology.filters import FilterMixer, make_filter
+from sympow.ops.types import check_flags
 
 
 class BaseConv(FilterMixer):
@@ -47,6 +48,7 @@ class BaseConv(FilterMixer):
     ):
         super().__init__(d_model, n_heads)
         self.filter = make_filter(filter, d_model, max_length, order, bands, frequency, decays)
+        check_flags(residual=residual)
         self.residual = residual
         self.projection = nn.Linear(d_model, d_model)
         self.bias = nn.Parameter(torch.empty(d_model))

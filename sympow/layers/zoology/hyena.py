@@ -18,6 +18,7 @@ from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.filters import ImplicitFilter, last_outputs
 from sympow.ops.availability import concatenated
 from sympow.ops.cost import convolution_flops, softmax_flops
+from sympow.ops.types import check_flags
 
 _SHORT = 3  # taps of the convolution of the projections
 
@@ -62,6 +63,7 @@ class Hyena(Mixer):
         decays: Sequence[float] = (0.3, 1.5),
     ):
         super().__init__(d_model, n_heads)
+        check_flags(multi_head=multi_head)
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
         if isinstance(recurrences, bool) or not isinstance(recurrences, int) or recurrences < 1:

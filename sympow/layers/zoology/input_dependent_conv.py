@@ -23,6 +23,7 @@ from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.state import Device, DType
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.cost import convolution_flops
+from sympow.ops.types import check_flags
 
 
 class _InputDependentConv(Mixer):
@@ -36,6 +37,7 @@ class _InputDependentConv(Mixer):
 
     def __init__(self, d_model: int, n_heads: int, matching: bool, filler: int | None):
         super().__init__(d_model, n_heads)
+        check_flags(matching=matching)
         if filler is not None and (not isinstance(filler, int) or isinstance(filler, bool) or filler < 0):
             raise ValueError(f"filler must be the id of a token, an integer of at least 0, or None; got {filler!r}")
         self.matching, self.filler = matching, filler

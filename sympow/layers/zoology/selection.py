@@ -25,6 +25,7 @@ from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, has_symbols, has_values
 from sympow.ops.runtime.launcher import ALL_DEVICES, operator
+from sympow.ops.types import check_flags
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -107,6 +108,7 @@ class SelectiveAttention(AttentionMixer):
             raise ValueError(f"selection is one of {', '.join(SELECTIONS)}; got {selection!r}")
         if not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"top_k must be an integer of at least 1; got {top_k!r}")
+        check_flags(whole_row=whole_row)
         if whole_row and selection != "learned":
             raise ValueError(f"whole_row is an option of learned selection; got selection {selection!r}")
         if not 0 < probability <= 1:
