@@ -15,7 +15,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from sympow import training
+from sympow.data import ByteTokenizer
 from sympow.recipes import load_recipe
+from sympow.training.runs import Run
 from tests.tiny_runs import finished_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +76,7 @@ def names_of_pages() -> dict[str, object]:
     """What pages speak of without making it: a model, a smaller one, tokens and a state."""
     from sympow.models import LanguageModel, preset
 
-    model, small = (LanguageModel(preset("nano", vocab_size=64), seed=seed).eval() for seed in (0, 1))
+    model, small = (LanguageModel(preset("nano", vocab_size=256), seed=seed).eval() for seed in (0, 1))
     tokens = torch.arange(24)[None] % 7
     given = {"model": model, "small": small, "tokens": tokens, "prompt": tokens[:, :3], "state": model.init_state(1)}
     given["ModuleConfig"] = SimpleNamespace  # Zoology's, a class of two fields
@@ -100,6 +103,9 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, only, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     names, blocks = names_of_pages(), python_of(page)
+    (tmp_path / "manual.txt").write_text("def main(")
+    models = {"runs/small": names["small"]}
+    monkeypatch.setattr(training, "load", lambda path: Run(models.get(path, names["model"]), ByteTokenizer(), None))
     for block in blocks if only is ... else [blocks[only]]:
         if file := re.search(r"# in (\S+\.py)$", block, re.M):
             (tmp_path / file[1]).parent.mkdir(parents=True)

@@ -69,8 +69,12 @@ def run(options: argparse.Namespace) -> None:
         states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}{room_shown(engine.room)}"
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
-    hosts = options.allowed_host
-    run_server(service, options.host, options.port, grace=options.grace, started=started, allowed_hosts=hosts)
+    def ending() -> None:
+        told = f"stopping: running requests have {options.grace:g} s; Ctrl-C again stops now"
+        print(told, file=sys.stderr, flush=True)
+
+    hosts, grace = options.allowed_host, options.grace
+    run_server(service, options.host, options.port, grace=grace, started=started, ending=ending, allowed_hosts=hosts)
     print("stopped", file=sys.stderr)
 
 
@@ -94,6 +98,8 @@ def check_sizes(options: argparse.Namespace, device: torch.device) -> None:
     check_memory(f"--cache-memory {options.cache_memory:g}", _GIB * options.cache_memory, device, whole=True)
     body = _BYTES_A_TOKEN * options.max_prompt_tokens
     check_memory(f"--max-prompt-tokens {options.max_prompt_tokens:,}", body, whole=True)
+    if options.cache_dir is not None and Path(options.cache_dir).is_file():
+        raise ValueError(f"--cache-dir is a folder; {options.cache_dir} is a file")
     if options.cache_disk is not None:
         folder = Path(options.cache_dir).absolute()
         disk = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).total

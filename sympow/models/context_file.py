@@ -82,9 +82,17 @@ def save_context(
             "bfloat16" and "int8" round the large tensors, see `sympow.layers.state_file.serialize`.
         known: the `fingerprint` of the model, if the caller has computed it already.
 
-    Raises ValueError for another dtype, ContextError if the file cannot be written, and for a context that could not be
-    loaded, such as one of another model; ImportError without safetensors.
+    Raises TypeError for arguments of other types, ValueError for another dtype, ContextError if the file cannot be
+    written, and for a context that could not be loaded, such as one of another model; ImportError without safetensors.
     """
+    kinds: dict[str, tuple[Any, Any]] = {
+        "path": (path, (str, os.PathLike)),
+        "model": (model, LanguageModel),
+        "context": (context, Context),
+    }
+    for name, (given, kind) in kinds.items():
+        if not isinstance(given, kind):
+            raise TypeError(f"save_context takes path, model and context; got {type(given).__name__} as {name}")
     path, save_file = Path(path), _safetensors().torch.save_file
     try:
         _fitted(context.state, context.logits, model, context.rows, context.tokens)
@@ -133,6 +141,8 @@ def load_context(
     Raises FileNotFoundError if there is no file; ContextError if the file is not a context file, was cut or changed, or
     belongs to another model; ImportError without safetensors.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"load_context takes path and model; got {type(path).__name__} as path")
     header = read_header(path)
     config, weights = known or fingerprint(model)
     if header.config != config:

@@ -131,7 +131,10 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
         raise FileNotFoundError(f"no run at {Path(run_dir)}: it has no config.json")
     stored = _read_json(file)
     if stored.get("model_type") == "sympow":
-        raise ValueError(f"{Path(run_dir)} is no run: its config.json is of a model that `sympow export` made of a run")
+        raise ValueError(
+            f"{Path(run_dir)} is no run: its config.json is of a model that `sympow export` made of a run; give the "
+            "folder of the run, or load this one with transformers"
+        )
     if "model_type" in stored:
         raise ValueError(
             f"{Path(run_dir)} is no run: its config.json is of a model of Hugging Face transformers, of which "

@@ -352,11 +352,11 @@ def test_the_readme_says_by_the_rows_which_model_to_train():
         return found
 
     equal = times("hybrid_heads_delta", "softmax_gate", DOCUMENT)
-    assert f"in rows of 4 thousand: {equal.text()} times its loss" in readme
+    assert f"in rows of 4 thousand: {equal.text()} times the loss of gated softmax" in readme
     controls = ("window+window=2112", "softmax_gate", "hybrid_heads_delta")
     words = "has {:.2f} times its loss, {:.2f} times that of gated softmax and {:.2f} times that of the hybrid"
     assert words.format(*(times("power", each).mean for each in controls)) in readme
-    words = "of the hybrid; in rows of 65,536 {:.2f}, {:.2f} and {:.2f} times"
+    words = "of the hybrid; trained in rows of 65,536 {:.2f}, {:.2f} and {:.2f}."
     assert words.format(*(times("power", each, context=DOCUMENT).mean for each in controls)) in readme
     gate, hybrid = (context_tables.sequence_bytes(each, DOCUMENT) for each in controls[1:])
     far = context_tables.sequence_bytes(controls[2], 1 << 20) / 1e9

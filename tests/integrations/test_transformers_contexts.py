@@ -93,6 +93,8 @@ def test_what_does_not_fit_is_refused(rows, tmp_path):
     model = from_native(small_model("hybrid"))
     out = read(model, rows)
     cache, logits = out.past_key_values, out.logits[:, -1]
+    with pytest.raises(TypeError, match="cache must be a SympowCache, which use_cache=True returns; got NoneType"):
+        save_context(tmp_path / "x.ctx", model, None, rows, rows)
     with pytest.raises(ValueError, match=r"input_ids must be what the cache has read, \[2, 21\]; got \[2, 20\]"):
         save_context(tmp_path / "x.ctx", model, cache, rows[:, 1:], logits)
     with pytest.raises(ValueError, match=rf"logits must be those of the next token, \[2, {VOCAB}\]; got \[2, 21, "):

@@ -144,6 +144,15 @@ def test_loading_twice_gives_independent_states(tmp_path):
     assert torch.equal(greedy(built, load_context(tmp_path / "x.ctx", built), tokens(5, seed=4)), b)
 
 
+def test_arguments_in_another_order_are_refused(tmp_path):
+    built = model("hybrid")
+    context = Context.begin(built).read(built, tokens())
+    with pytest.raises(TypeError, match=r"^save_context takes path, model and context; got LanguageModel as path$"):
+        save_context(built, tmp_path / "x.ctx", context)
+    with pytest.raises(TypeError, match=r"^load_context takes path and model; got LanguageModel as path$"):
+        load_context(built, tmp_path / "x.ctx")
+
+
 @pytest.mark.parametrize("prompt", [0, 5])
 def test_generate_continues_a_context_and_leaves_it(prompt, tmp_path):
     built, x = model("hybrid"), tokens(40)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.error import HTTPError
@@ -46,15 +47,23 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
+    with served(folder) as process_and_port:
+        yield process_and_port
+
+
+@contextmanager
+def served(folder):
     """The process and its port; it is killed if the tests did not end it."""
     words = ["serve", str(folder), "--port", "0", "--api-keys", str(folder / "keys"), "--device", "cpu"]
     process = subprocess.Popen([sys.executable, "-m", "sympow", *words], stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
     found = re.fullmatch(r"serving tiny at http://127\.0\.0\.1:(\d+)/v1: completions and chats, 16 slots of .*\n", line)
     assert found, line
-    yield process, int(found[1])
-    process.kill()
-    process.wait()
+    try:
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -191,14 +200,10 @@ def test_bytes_that_are_no_http(server):
 def test_options_of_hosts(folder, monkeypatch, host, options, status):
     answered = []
 
-    class Served:
-        def __init__(self, config):
-            self.config = config
+    def answer_one(server, sockets):
+        answered.append(asyncio.run(call(server.config.app, "GET", "/health", host=host)).status)
 
-        def run(self, sockets):
-            answered.append(asyncio.run(call(self.config.app, "GET", "/health", host=host)).status)
-
-    monkeypatch.setattr(uvicorn, "Server", Served)
+    monkeypatch.setattr(uvicorn.Server, "run", answer_one)
     assert main(["serve", str(folder), *options, "--port", "0", "--device", "cpu"]) == 0
     assert answered == [status]
 
@@ -220,27 +225,23 @@ def test_the_first_line_says_what_room_caches_have(words, shown, tmp_path, capsy
     monkeypatch.setattr("sympow.models.slots.memory_of", lambda device: free)
     lines = []
 
-    class Served:
-        def __init__(self, config):
-            self.config = config
+    async def begin(app):
+        events = iter(("lifespan.startup", "lifespan.shutdown"))
 
-        def run(self, sockets):
-            asyncio.run(self.begin())
-            answer = asyncio.run(call(self.config.app, "GET", "/metrics", host="localhost"))
-            lines.extend(answer.body.decode().splitlines())
+        async def receive():
+            return {"type": next(events)}
 
-        async def begin(self):
-            events = iter(("lifespan.startup", "lifespan.shutdown"))
+        async def send(message):
+            assert message["type"].endswith(".complete"), message
 
-            async def receive():
-                return {"type": next(events)}
+        await app({"type": "lifespan"}, receive, send)
 
-            async def send(message):
-                assert message["type"].endswith(".complete"), message
+    def answer_one(server, sockets):
+        asyncio.run(begin(server.config.app))
+        answer = asyncio.run(call(server.config.app, "GET", "/metrics", host="localhost"))
+        lines.extend(answer.body.decode().splitlines())
 
-            await self.config.app({"type": "lifespan"}, receive, send)
-
-    monkeypatch.setattr(uvicorn, "Server", Served)
+    monkeypatch.setattr(uvicorn.Server, "run", answer_one)
     words = ["--slots", "2", "--port", "0", "--device", "cpu", *words]
     assert main(["serve", str(tmp_path / "hybrid"), *words]) == 0
     (held,) = (float(line.split()[1]) for line in lines if line.startswith("sympow_slots_bytes "))
@@ -265,7 +266,19 @@ def test_it_ends_in_order(server):
     reader.start()
     assert process.wait(timeout=60) == 0
     reader.join()
-    assert told == ["stopped\n"]
+    assert told == ["stopping: running requests have 30 s; Ctrl-C again stops now\n", "stopped\n"]
+
+
+def test_a_second_interrupt_ends_at_once(folder):
+    with served(folder) as (process, port):
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        fields = valid(COMPLETIONS, "tiny") | {"max_tokens": 200, "stream": True}
+        connection.request("POST", COMPLETIONS, json.dumps(fields), headers_with(KEY))
+        connection.getresponse().readline()
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("stopping: ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0 and process.stderr.read() == "stopped\n"
 
 
 def test_end_tokens(tmp_path):
@@ -347,6 +360,7 @@ def test_sizes_that_no_memory_holds(folder, tmp_path, capsys, monkeypatch):
         (["--cache-memory", "1e308"], "--cache-memory 1e+308 needs inf bytes of memory; this machine has 4.0 GB"),
         (["--max-prompt-tokens", "10" + "0" * 9],
          "--max-prompt-tokens 10,000,000,000 needs 160 GB of memory; this machine has 4.0 GB"),
+        (["--cache-dir", __file__], "--cache-dir is a folder; "),
         (["--cache-dir", str(tmp_path / "a/b"), "--cache-disk", "1e9"], "--cache-disk 1e+09 asks for that many GiB; "),
     ):  # fmt: skip
         assert main(["serve", str(folder), *words, "--device", "cpu"]) == 2

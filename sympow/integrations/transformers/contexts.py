@@ -51,6 +51,8 @@ def save_context(
 
     Raises ValueError if these arguments do not fit together, and the errors of `sympow.models.save_context`.
     """
+    if not isinstance(cache, SympowCache):
+        raise TypeError(f"cache must be a SympowCache, which use_cache=True returns; got {type(cache).__name__}")
     rows, columns = cache.batch_size, cache.columns
     if cache.padded or cache.groups != [list(range(rows))]:
         raise ValueError("a context holds rows that have read the same number of tokens, without padding")

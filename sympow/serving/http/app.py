@@ -104,7 +104,7 @@ class _Routes:
         named = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
         given = {name: value for name, value in named.items() if value is not None}
         if len(set(given.values())) > 1:
-            raise ApiError(400, f"expected max_tokens or max_completion_tokens; got {given}", param="max_tokens")
+            raise ApiError(400, "expected max_tokens or max_completion_tokens; got two numbers", param="max_tokens")
         param, new = next(iter(given.items()), ("max_tokens", service.limits.new_tokens))
         inbox = AnswerQueue()
         requests = service.requests(body, [prompt], inbox, new=new, param=param, logprobs=logprobs)
@@ -278,7 +278,9 @@ async def _no_such_place(request: HttpRequest, error: Exception) -> Response:
     """Answers requests for unknown paths and methods."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     what = f"{request.method} {request.url.path[:200]}"
-    return ApiError(status, f"this server has no {what}: see /v1/models", code="not_found").response()
+    allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
+    hint = "see /v1/models" if allowed is None else f"it takes {allowed}"
+    return ApiError(status, f"this server has no {what}: {hint}", code="not_found").response()
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:

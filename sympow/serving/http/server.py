@@ -7,11 +7,13 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import uvicorn
 from h11 import LocalProtocolError
 from starlette.applications import Starlette
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from typing_extensions import override
 
 from sympow.serving.http.answer_queue import left
 from sympow.serving.http.app import make_app
@@ -22,6 +24,20 @@ _CONNECTIONS = 4096  # at a time; more are answered 503
 _SWITCH_SECONDS = 0.0005
 
 
+class _Server(uvicorn.Server):
+    """Calls `ending` at the first signal to end."""
+
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]):
+        super().__init__(config)
+        self._ending = ending
+
+    @override
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            self._ending()
+        super().handle_exit(sig, frame)
+
+
 def run_server(
     service: Service,
     host: str,
@@ -29,9 +45,10 @@ def run_server(
     *,
     grace: float,
     started: Callable[[str], None],
+    ending: Callable[[], None],
     allowed_hosts: Collection[str] = (),
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Running requests then get `grace` seconds to end.
+    """Serves until SIGINT or SIGTERM. Running requests then get `grace` seconds to end, or until a second SIGINT.
 
     Args:
         service: the service; its engine is started here, and closed at the end.
@@ -39,6 +56,7 @@ def run_server(
         port: the port to listen at; 0 takes a free one.
         grace: the seconds that running requests get at the end.
         started: called with the address when the server accepts requests.
+        ending: called at the first of these signals.
         allowed_hosts: hosts that requests may name in their header Host, beside localhost and `host`; "*" allows all.
             Without them, requests are checked on the loopback device only.
 
@@ -61,8 +79,13 @@ def run_server(
     app.router.lifespan_context = lifespan
 
     async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if server.force_exit and message["type"] == "lifespan.shutdown.failed":
+                message = {**message, "message": ""}  # the traceback of a cancelled task, which uvicorn would log
+            await send(message)
+
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, told if scope["type"] == "lifespan" else send)
         except LocalProtocolError:  # what began as a request was none: uvicorn answers, and closes the connection
             await left(receive)
 
@@ -76,6 +99,7 @@ def run_server(
         timeout_graceful_shutdown=max(1, round(grace)),
         server_header=False,
     )
+    server = _Server(config, ending)
     # uvicorn raises the signal again after its shutdown, when the signal needs no further action.
     # The engine's thread waits for a GPU in every step, and then needs the interpreter at once. With the default switch
     # interval the event loop would keep the interpreter for 5 ms.
@@ -84,7 +108,7 @@ def run_server(
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     service.engine.start()
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])
     finally:
         service.engine.close()
         listening.close()
