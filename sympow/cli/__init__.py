@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
@@ -30,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="surrogateescape")  # for names of files that are not UTF-8
         options = parse(arguments)
-        from sympow.layers import trust_code
+        with whole_import():
+            from sympow.layers import trust_code
 
         with trust_code(getattr(options, "trust_code", False)):
             code = options.execute(options)
@@ -46,6 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(_one_line(error))
         return 2
+
+
+@contextmanager
+def whole_import() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once.
+
+    An interrupted import of torch leaves half of NumPy, and the command would go on with it.
+    """
+    in_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -295,11 +295,14 @@ def state_options(
 ) -> dict[str, Any]:
     """Returns device and dtype of a state: those of `weight` unless they are given; float32 at least for `sums`.
 
-    See `Mixer.init_state`. Raises TypeError for a dtype that cannot hold fractions, which a step would round off.
+    See `Mixer.init_state`. Raises TypeError for a dtype that cannot hold fractions, which a step would round off, and
+    for one that no step continues.
     """
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
         raise TypeError(f"the dtype of a state must be a floating-point type; got {dtype}")
+    if dtype == torch.float64 != weight.dtype:
+        raise TypeError(f"a state of torch.float64 continues weights of torch.float64; got weights of {weight.dtype}")
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}
 

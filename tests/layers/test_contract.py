@@ -422,9 +422,13 @@ def test_bad_options_of_one_mixer_are_refused(name, options, message):
 
 
 @pytest.mark.parametrize("case", STEPPED)
-def test_a_state_of_integers_is_refused(case):
+def test_a_state_that_no_step_continues_is_refused(case):
     with pytest.raises(TypeError, match=r"the dtype of a state must be a floating-point type; got torch.int32"):
         make(case).init_state(2, dtype=torch.int32)
+    with pytest.raises(
+        TypeError, match=r"^a state of torch.float64 continues weights of torch.float64; got weights of"
+    ):
+        make(case).float().init_state(2, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("case", STEPPED)
