@@ -27,6 +27,8 @@ GROUPS = (train, measure, generate, serve, convert, mqar, corpora)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, 2 after an error, which is printed in one line, or 130 after Ctrl-C.
 
+    Ctrl-C during the import of torch ends the process by the signal.
+
     If a signal stopped a run after a checkpoint was saved, the exit code is 128 + the signal's number, as in a shell.
     """
     try:

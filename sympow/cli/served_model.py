@@ -70,10 +70,10 @@ def run(options: argparse.Namespace) -> None:
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
     def ending() -> None:
-        told = f"stopping: running requests have {options.grace:g} s; Ctrl-C again stops now"
+        told = f"stopping: running requests have {grace} s; Ctrl-C again stops now"
         print(told, file=sys.stderr, flush=True)
 
-    hosts, grace = options.allowed_host, options.grace
+    hosts, grace = options.allowed_host, max(1, round(options.grace))
     run_server(service, options.host, options.port, grace=grace, started=started, ending=ending, allowed_hosts=hosts)
     print("stopped", file=sys.stderr)
 

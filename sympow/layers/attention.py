@@ -337,7 +337,7 @@ class AttentionMixer(Mixer):
         return self.stretched(q, self.magnitude**2), k
 
     def stretched(self, x: Tensor, factor: float) -> Tensor:
-        """Multiplies the rotated channels of x [..., K]."""
+        """Multiplies the rotated channels of x [..., K] by a factor."""
         if factor == 1:
             return x
         if self.rotary_dim is None:

@@ -296,7 +296,7 @@ def state_options(
     """Returns device and dtype of a state: those of `weight` unless they are given; float32 at least for `sums`.
 
     See `Mixer.init_state`. Raises TypeError for a dtype that cannot hold fractions, which a step would round off, and
-    for one that no step continues.
+    for float64 where the weights are not.
     """
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:

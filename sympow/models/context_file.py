@@ -138,8 +138,8 @@ def load_context(
     The number of tokens is compared with the counts of the states. Whoever writes a file can change all of them alike:
     states of constant size do not tell how many tokens they have read.
 
-    Raises FileNotFoundError if there is no file; ContextError if the file is not a context file, was cut or changed, or
-    belongs to another model; ImportError without safetensors.
+    Raises TypeError for a path of another type; FileNotFoundError if there is no file; ContextError if the file is not
+    a context file, was cut or changed, or belongs to another model; ImportError without safetensors.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"load_context takes path and model; got {type(path).__name__} as path")

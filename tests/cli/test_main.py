@@ -771,13 +771,12 @@ def test_a_reader_that_leaves_is_no_error(folder):
 def test_an_interrupt_while_torch_is_imported_ends_the_process():
     """An interrupted import leaves half of a module, and the command went on with it."""
     code = (
-        "import os, signal\n"
-        "from sympow.cli import whole_import\n"
-        "with whole_import():\n"
-        "    pass\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "with whole_import():\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "import os, signal, sys, types\n"
+        "from sympow.cli import main\n"
+        "layers = types.ModuleType('sympow.layers')\n"
+        "layers.__getattr__ = lambda name: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.modules['sympow.layers'] = layers\n"
+        "main(['sizes'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

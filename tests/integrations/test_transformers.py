@@ -397,6 +397,9 @@ def test_a_mask_that_leaves_out_other_tokens_is_refused(tokens):
     same = torch.cat([mask, ones], 1)
     whole = model(torch.cat([tokens, new], 1), attention_mask=same, use_cache=False).logits[:, -2:]
     assert_close(model(new, attention_mask=same, past_key_values=copy.deepcopy(read)).logits, whole, **CLOSE)
+    whole_rows = copy.deepcopy(read)
+    whole_rows.batch_select_indices(torch.tensor([0, 2]))
+    assert not whole_rows.padded and whole_rows.takes_a_token(torch.ones(2, 1))
     read.batch_select_indices(torch.tensor([1, 1, 0]))
     model(new[[1, 1, 0]], attention_mask=same[[1, 1, 0]], past_key_values=copy.deepcopy(read))
     with pytest.raises(ValueError, match="read token 0 of row 2"):

@@ -297,6 +297,18 @@ def test_the_offsets_of_tokens_are_places_in_the_text(app):
     assert [place for each in events for place in each["choices"][0]["logprobs"]["text_offset"]] == offsets
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", COMPLETIONS, 405, "this path takes POST"),
+        ("GET", "/v2", 404, "this server has no GET /v2: see /v1/models"),
+    ],
+)
+def test_other_paths_and_methods(app, method, path, status, message):
+    answer = asyncio.run(call(app, method, path))
+    assert (answer.status, answer.json["error"]["message"]) == (status, message)
+
+
 def test_models_health_and_metrics(app):
     (listed,) = get(app, "/v1/models").json["data"]
     assert listed == get(app, "/v1/models/small").json and listed["id"] == "small"

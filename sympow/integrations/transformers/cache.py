@@ -285,7 +285,8 @@ class SympowCache(Cache):
                 parts.append(([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)]))
         if self.groups:
             if self.read is not None:
-                self.read = self.read[[int(old) for old in index]]
+                read = self.read[[int(old) for old in index]]
+                self.read = None if bool(read.all()) else read
             self.fill(parts, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -49,7 +49,8 @@ def save_context(
         logits: [B, vocab_size], the logits of the next token, which the model returned last.
         dtype: the dtype of the file, as for `sympow.models.save_context`.
 
-    Raises ValueError if these arguments do not fit together, and the errors of `sympow.models.save_context`.
+    Raises TypeError for another cache, ValueError if these arguments do not fit together, and the errors of
+    `sympow.models.save_context`.
     """
     if not isinstance(cache, SympowCache):
         raise TypeError(f"cache must be a SympowCache, which use_cache=True returns; got {type(cache).__name__}")

@@ -80,12 +80,12 @@ def document_starts(
 def first_tokens(
     mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None, seq_idx: Tensor | None, labels: Tensor
 ) -> Tensor | None:
-    """Finds the tokens of padded rows and of packed documents that no token comes before.
+    """Finds the tokens of padded rows and of packed documents that have no token, or padding, before them.
 
     Args:
         mask: an attention mask, see `kept`.
         position_ids: see `document_starts`.
-        cu_seqlens: int [N + 1], the bounds of packed documents; the two arguments around it are then not read.
+        cu_seqlens: int [N + 1], the bounds of packed documents; then `position_ids` and `seq_idx` are not read.
         seq_idx: see `document_starts`.
         labels: [B, T].
 
@@ -98,6 +98,7 @@ def first_tokens(
         return first.index_fill(0, cu_seqlens.to(labels.device).long(), True)[:-1].view(rows, time)
     keep = kept(mask, rows, time)
     starts = document_starts(position_ids, seq_idx, keep, rows, time)
-    if starts is not None:
-        return starts.to(labels.device)
-    return None if keep is None else (keep & (keep.cumsum(1) == 1)).to(labels.device)
+    if keep is None:
+        return None if starts is None else starts.to(labels.device)
+    alone = keep & ~F.pad(keep[:, :-1], (1, 0))  # there are no logits before them
+    return (alone if starts is None else alone | starts.to(alone.device)).to(labels.device)

@@ -277,10 +277,10 @@ def _cancel(requests: Sequence[Request]) -> None:
 async def _no_such_place(request: HttpRequest, error: Exception) -> Response:
     """Answers requests for unknown paths and methods."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    what = f"{request.method} {request.url.path[:200]}"
     allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
-    hint = "see /v1/models" if allowed is None else f"it takes {allowed}"
-    return ApiError(status, f"this server has no {what}: {hint}", code="not_found").response()
+    what = f"{request.method} {request.url.path[:200]}"
+    message = f"this server has no {what}: see /v1/models" if allowed is None else f"this path takes {allowed}"
+    return ApiError(status, message, code="not_found").response()
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:

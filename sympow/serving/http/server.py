@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -33,9 +33,11 @@ class _Server(uvicorn.Server):
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            self._ending()
+        first = not self.should_exit
         super().handle_exit(sig, frame)
+        if first:
+            with suppress(OSError, RuntimeError):  # nobody reads stderr, or something is being written there
+                self._ending()
 
 
 def run_server(
@@ -43,7 +45,7 @@ def run_server(
     host: str,
     port: int,
     *,
-    grace: float,
+    grace: int,
     started: Callable[[str], None],
     ending: Callable[[], None],
     allowed_hosts: Collection[str] = (),
@@ -54,7 +56,7 @@ def run_server(
         service: the service; its engine is started here, and closed at the end.
         host: the address to listen at.
         port: the port to listen at; 0 takes a free one.
-        grace: the seconds that running requests get at the end.
+        grace: the seconds that running requests get at the end, at least 1.
         started: called with the address when the server accepts requests.
         ending: called at the first of these signals.
         allowed_hosts: hosts that requests may name in their header Host, beside localhost and `host`; "*" allows all.
@@ -96,7 +98,7 @@ def run_server(
         lifespan="on",
         log_level="error",
         limit_concurrency=_CONNECTIONS,
-        timeout_graceful_shutdown=max(1, round(grace)),
+        timeout_graceful_shutdown=grace,
         server_header=False,
     )
     server = _Server(config, ending)
