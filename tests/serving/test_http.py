@@ -337,7 +337,12 @@ def test_models_health_and_metrics(app):
         (COMPLETIONS, {"stop": 3}, 400, "stop: Input should be a valid string"),
         (COMPLETIONS, {"max_tokens": 51}, 400, "at most 50 new tokens; got 51 as max_tokens"),
         (CHAT, {"max_tokens": None, "max_completion_tokens": 51}, 400, "at most 50 new tokens; got 51 as max_complet"),
-        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, 400, "expected max_tokens or max_completion_tokens"),
+        (
+            CHAT,
+            {"max_tokens": 3, "max_completion_tokens": 4},
+            400,
+            "expected max_tokens or max_completion_tokens; got 3 and 4",
+        ),
         (COMPLETIONS, {"prompt": ["a"] * 5, "n": 16}, 400, "at most 64 choices a request; got 80: 5 prompts, n = 16"),
         (COMPLETIONS, {"temprature": 1}, 400, "temprature: Extra inputs are not permitted"),
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "the chat template refuses these messages: no t"),

@@ -80,7 +80,7 @@ def document_starts(
 def first_tokens(
     mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None, seq_idx: Tensor | None, labels: Tensor
 ) -> Tensor | None:
-    """Finds the tokens of padded rows and of packed documents that have no token, or padding, before them.
+    """Finds the first tokens of padded rows and of packed documents, and tokens that follow padding.
 
     Args:
         mask: an attention mask, see `kept`.
@@ -90,7 +90,7 @@ def first_tokens(
         labels: [B, T].
 
     Returns:
-        bool [B, T], true at first tokens; None if there are none but the first column.
+        bool [B, T], true at these tokens; None without padding and packed documents.
     """
     rows, time = labels.shape
     if cu_seqlens is not None:

@@ -104,7 +104,8 @@ class _Routes:
         named = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
         given = {name: value for name, value in named.items() if value is not None}
         if len(set(given.values())) > 1:
-            raise ApiError(400, "expected max_tokens or max_completion_tokens; got two numbers", param="max_tokens")
+            got = f"{body.max_tokens} and {body.max_completion_tokens}"
+            raise ApiError(400, f"expected max_tokens or max_completion_tokens; got {got}", param="max_tokens")
         param, new = next(iter(given.items()), ("max_tokens", service.limits.new_tokens))
         inbox = AnswerQueue()
         requests = service.requests(body, [prompt], inbox, new=new, param=param, logprobs=logprobs)
