@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,4 +94,4 @@ def _name(device: torch.device | str) -> str:
 def _shown(count: float) -> str:
     if count < 1e21:
         return format_bytes(int(count))
-    return "inf bytes" if count == math.inf else f"1e+{int(math.log10(count))} bytes"  # also where no float holds it
+    return "inf bytes" if count == math.inf else f"{Decimal(count):.1e} bytes"  # also where no float holds it

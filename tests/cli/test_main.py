@@ -618,7 +618,7 @@ def test_a_shell_completes_commands_and_options(tmp_path):
     [
         (["training.context=1000000000"], "training.context = 1,000,000,000 with 2 rows in a pass needs 32 GB of mem"),
         (["training.batch_size=500000000"], "training.context = 32 with 500,000,000 rows in a pass needs 256 GB of m"),
-        (["training.context=" + "9" * 30], f"training.context = {10**30 - 1:,} with 2 rows in a pass needs 1e+31 byt"),
+        (["training.context=" + "9" * 30], f"training.context = {10**30 - 1:,} with 2 rows in a pass needs 3.2e+31 b"),
         (["training.context=40000000"], "training.context = 40,000,000 with 2 rows in a pass and model.d_model = 16 "),
     ],
 )

@@ -1,5 +1,6 @@
 """What is known of the memory, and sizes that are compared with it."""
 
+import math
 import re
 
 import pytest
@@ -29,6 +30,9 @@ def test_sizes(monkeypatch):
     check_memory("a", 4 * 10**9, whole=True)
     with pytest.raises(ValueError, match=r"^a needs 4\.1 GB of memory; cuda:1 has 4\.0 GB$"):
         check_memory("a", 41 * 10**8, torch.device("cuda", 1), whole=True)
+    for nbytes, shown in ((32 * 10**30, "3.2e+31"), (3e31, "3.0e+31"), (99 * 10**6000, "9.9e+6001"), (math.inf, "inf")):
+        with pytest.raises(ValueError, match=rf"^a needs {re.escape(shown)} bytes of memory; this"):
+            check_memory("a", nbytes)
 
 
 def test_errors_of_allocators():
@@ -90,7 +94,7 @@ def test_states_in_float64_need_twice_the_memory(room):
         PowerState.zeros(2, 1, 4, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("key_dim", "p", "size"), [(4096, 2000, "1e+1675"), (1000, 1000, "1e+602")])
+@pytest.mark.parametrize(("key_dim", "p", "size"), [(4096, 2000, "4.2e+1675"), (1000, 1000, "2.7e+602")])
 def test_sizes_that_no_float_holds(key_dim, p, size):
     with pytest.raises(ValueError, match=re.escape(f"needs {size} bytes of memory; ")):
         PowerState.zeros(1, 1, key_dim, 64, p)
