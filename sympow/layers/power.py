@@ -35,7 +35,7 @@ from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options, plain
-from sympow.ops.types import check_flags
+from sympow.ops.types import check_flags, checked_chunk_size
 
 IMPLS = ("auto", "eager", "triton", "reference")  # of the op
 TINY_EPS = 1e-9  # an eps below it hides no rounding error of the state
@@ -243,8 +243,7 @@ def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Te
 
 def check_form(chunk_size: int | None, impl: str) -> None:
     """Refuses, with a ValueError, values of `chunk_size` and `impl` that no call of the op takes."""
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    checked_chunk_size(chunk_size)
     if impl not in IMPLS:
         raise ValueError(f"impl is one of {', '.join(IMPLS)}; got {impl!r}")
 

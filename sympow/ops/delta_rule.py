@@ -21,7 +21,15 @@ from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
 from sympow.ops.power import check_inputs
-from sympow.ops.types import OutOfRangeError, check_dense, check_flags, check_states, check_writable, narrowed
+from sympow.ops.types import (
+    OutOfRangeError,
+    check_dense,
+    check_flags,
+    check_states,
+    check_writable,
+    checked_chunk_size,
+    narrowed,
+)
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _RESET = -1e4  # a log gate whose decay is 0
@@ -81,11 +89,10 @@ def power_delta_rule(
     Source: Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers" (2021); Yang, Kautz,
     Hatamizadeh, "Gated Delta Networks" (2024), for p = 1.
     """
-    p, chunk_size = plain(p), plain(chunk_size)
+    p = plain(p)
     check_flags(qk_norm=qk_norm, return_state=return_state)
     _check(q, k, v, beta, log_g, p)
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    chunk_size = checked_chunk_size(chunk_size)
     run = _implementation(impl, q, p, initial_state is not None or return_state)
     sequences, ends = q.shape[0], []
     if cu_seqlens is not None:

@@ -39,6 +39,7 @@ from sympow.ops.types import (
     check_flags,
     check_states,
     check_writable,
+    checked_chunk_size,
     narrowed,
 )
 
@@ -127,11 +128,10 @@ def power_attention(
             check_gates(log_g)
             return PowerOutput(again(q, k, v, log_g), None)
     check_inputs(q, k, v, log_g)
-    p, normalize, chunk_size = plain(p), plain(normalize), plain(chunk_size)
+    p, normalize = plain(p), plain(normalize)
     check_flags(return_state=return_state)
     check_options(p, scale, normalize, eps, q.dtype)
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    chunk_size = checked_chunk_size(chunk_size)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = _chosen(impl, q, p, initial_state is not None or return_state or context_group is not None)
     if context_group is not None:

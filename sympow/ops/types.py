@@ -71,6 +71,16 @@ def check_flags(**flags: Any) -> None:
             raise TypeError(f"{name} must be True or False; got {value!r}")
 
 
+def checked_chunk_size(chunk_size: Any) -> int | None:
+    """Returns a chunk size as an integer of Python, or None. Raises ValueError unless it is one, of at least 1."""
+    if chunk_size is None:
+        return None
+    chunk_size = plain(chunk_size)
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    return chunk_size
+
+
 def check_dense(name: str, x: object) -> Tensor:
     """Returns x. Raises TypeError unless x is a tensor, neither sparse nor nested."""
     if not isinstance(x, Tensor):
