@@ -16,7 +16,7 @@ from sympow.ops import delta_reference, delta_solve
 from sympow.ops.availability import NO_TRITON, has_kernels, has_values, without_autocast
 from sympow.ops.delta_types import DeltaOptions, DeltaOutput
 from sympow.ops.eager_operators import delta_eager
-from sympow.ops.feature_map import plain, spow, spow_dim
+from sympow.ops.feature_map import LARGEST_POWER, plain, power_error, spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.fused.unit_heads import unit, unit_heads
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, document_starts, empty
@@ -67,7 +67,7 @@ def power_delta_rule(
         beta: [B, T, G], float32 (or float64), the strength of the correction. With keys of norm 1 the state does not
             grow for beta in [0, 2], or to 1.9 in bfloat16, which rounds the norm. 1 stores the value exactly.
         log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate.
-        p: the power, an integer >= 1.
+        p: the power, an integer >= 1, and at most 20 where states are made.
         qk_norm: divide queries and keys by their norms, or by 1e-6 if it is larger. Otherwise the caller keeps
             beta |k|**(2 p) at most 2, or the state grows without limit.
         chunk_size: tokens of a chunk; None: the implementation chooses.
@@ -209,8 +209,8 @@ def check_delta_state(state: Tensor | None, batch: int, k: Tensor, v: Tensor, p:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, p: int) -> None:
     check_inputs(q, k, v, log_g)
-    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
-        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if isinstance(p, bool) or not isinstance(p, int) or not 0 < p <= LARGEST_POWER:
+        raise power_error(p)
     check_dense("beta", beta)
     if beta.shape != k.shape[:3]:
         raise ValueError(f"beta must be [B, T, G] = {list(k.shape[:3])}; got {list(beta.shape)}")

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from sympow.ops.availability import constant_result, has_values, kept, without_autocast
 from sympow.ops.context_parallel import exclusive_scan
 from sympow.ops.cost import power_flops
-from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.feature_map import MOST_OF_STATES, spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.gate_sums import gate_sums, hardest, joined, split
 from sympow.ops.monomials import Basis, Features, basis
@@ -107,8 +107,12 @@ def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool 
     """Returns the chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
 
     has_state: there is an incoming state, or one to return, so that even a single chunk computes with a state.
+
+    The quadratic form is the only one for p > MOST_OF_STATES.
     """
     (batch, time, groups, key_dim), value_dim = k.shape, v.shape[3]
+    if p > MOST_OF_STATES:
+        return time
     rows = q.shape[2] // groups
     dim = spow_dim(key_dim, p)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from math import comb, factorial
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from sympow.ops.availability import constant_result, kept, static_shape
 
+LARGEST_POWER = (1 << 63) - 1  # torch takes exponents as int64
+MOST_OF_STATES = 20  # the largest power of states and chunks: int64 holds its factorial
 _TRACED = 256  # the largest power for which a dimension is computed by a loop
 
 
@@ -22,6 +25,20 @@ def plain(number: Any) -> Any:
     if isinstance(number, np.bool_):
         return bool(number)
     return int(number) if isinstance(number, np.integer) else number
+
+
+def shown(number: Any) -> str:
+    """Returns a number as a message shows it: integers beyond int64 by their leading digits."""
+    if isinstance(number, int) and abs(number) > LARGEST_POWER:
+        return f"{Decimal(number):.1e}"
+    return repr(number)
+
+
+def power_error(p: Any) -> ValueError:
+    """Returns the error for what is no power: no integer from 1 to LARGEST_POWER."""
+    if isinstance(p, int) and p > LARGEST_POWER:
+        return ValueError(f"the power p must be below 2**63, as torch takes exponents as int64; got {shown(p)}")
+    return ValueError(f"the power p must be an integer >= 1; got {shown(p)}")
 
 
 def tpow_dim(key_dim: int, p: int) -> int:
@@ -53,9 +70,11 @@ def tspow_dim(key_dim: int, p: int, tile: int) -> int:
 def spow_indices(key_dim: int, p: int) -> Tensor:
     """Returns the multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p], CPU.
 
-    Do not write to it.
+    Do not write to it. Raises ValueError for p > MOST_OF_STATES.
     """
     _check_dims(key_dim, p)
+    if p > MOST_OF_STATES:
+        raise ValueError(f"states, and chunks, are computed for p up to {MOST_OF_STATES}; got p = {p}")
     first = torch.arange(key_dim)
     if p == 1:
         return first[:, None]
@@ -75,7 +94,7 @@ def spow_offset(key_dim: int, p: int, a: int) -> int:
 def multinomials(key_dim: int, p: int) -> Tensor:
     """Returns p! / prod_k hist_k! of every multi-index, the weights of (M7) squared: float64 [D], CPU.
 
-    Do not write to it.
+    Do not write to it. Raises ValueError for p > MOST_OF_STATES.
     """
     index = spow_indices(key_dim, p)
     run = torch.ones(len(index), dtype=torch.float64)
@@ -141,7 +160,7 @@ def tspow(x: Tensor, p: int, tile: int) -> Tensor:
 
 
 def _check_dims(key_dim: int, p: int) -> None:
-    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
-        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if isinstance(p, bool) or not isinstance(p, int) or not 0 < p <= LARGEST_POWER:
+        raise power_error(p)
     if key_dim < 1:
         raise ValueError(f"key_dim must be >= 1; got {key_dim}")

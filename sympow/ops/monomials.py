@@ -47,6 +47,7 @@ class Basis:
 
     def __init__(self, key_dim: int, p: int):
         self.groups: list[Group] = []
+        public = multinomials(key_dim, p)
         if p == 1:
             index = torch.arange(key_dim)
         else:
@@ -66,7 +67,6 @@ class Basis:
         self.index = index  # for each row, the row of the public state (M7) that holds its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[index] = torch.arange(len(index))
-        public = multinomials(key_dim, p)
         self.roots = public.sqrt()
         rows = torch.zeros(len(public), dtype=torch.int64).index_add_(0, index, torch.ones_like(index))
         self.weights = (public / rows)[index]

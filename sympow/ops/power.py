@@ -27,7 +27,7 @@ from sympow.ops.availability import (
 )
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
-from sympow.ops.feature_map import plain, spow_dim
+from sympow.ops.feature_map import LARGEST_POWER, plain, power_error, shown, spow_dim
 from sympow.ops.fused.rotation import with_positions, with_positions_twice
 from sympow.ops.packed import borders, check_borders, checked_on_cpu, empty, of_no_tokens, packed
 from sympow.ops.types import (
@@ -88,7 +88,7 @@ def power_attention(
         log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. A
             reset may be any large number, such as -1e9. Values are checked on the CPU only, because the host would have
             to wait for a GPU.
-        p: the power, an integer >= 1.
+        p: the power, an integer >= 1, and at most 20 where states are made.
         scale: multiplies q.k; K**-0.5 if None.
         normalize: divide by the sum of the weights. Needs an even p, whose weights are not negative.
         eps: added to the normalizer, so that a row of zero scores gives zero.
@@ -123,10 +123,14 @@ def power_attention(
     signature = None
     if initial_state is cu_seqlens is context_group is rotation is None and not return_state:
         signature = signature_of(q, k, v, log_g, p, scale, normalize, eps, chunk_size, impl)
-        again = None if signature is None else checked.get(signature)
-        if again is not None:
-            check_gates(log_g)
-            return PowerOutput(again(q, k, v, log_g), None)
+        if signature is not None:
+            try:
+                again = checked.get(signature)
+            except TypeError:  # of an option without a hash, such as a list, which the checks below refuse
+                again = signature = None
+            if again is not None:
+                check_gates(log_g)
+                return PowerOutput(again(q, k, v, log_g), None)
     check_inputs(q, k, v, log_g)
     p, normalize = plain(p), plain(normalize)
     check_flags(return_state=return_state)
@@ -456,7 +460,7 @@ def _chosen(impl: str, q: Tensor, p: int, chunked: bool) -> Backend:
     if impl == "auto":
         kernels = q.device.type == "cuda" and BACKENDS["triton"].refusal(q, p, chunked) is None
         return BACKENDS["triton" if kernels else "eager"]
-    if impl not in BACKENDS:
+    if not isinstance(impl, str) or impl not in BACKENDS:  # a list has no hash
         raise ValueError(f"impl is one of auto, {', '.join(BACKENDS)}; got {impl!r}")
     refusal = BACKENDS[impl].refusal(q, p, chunked)
     if refusal:
@@ -532,8 +536,8 @@ NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 
 def check_options(p: int, scale: float | None, normalize: bool, eps: float, dtype: torch.dtype = torch.float32) -> None:
     """Refuses, with a TypeError or a ValueError, options that `power_attention` does not take for inputs of a dtype."""
-    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
-        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if isinstance(p, bool) or not isinstance(p, int) or not 0 < p <= LARGEST_POWER:
+        raise power_error(p)
     check_flags(normalize=normalize)
     if normalize and p % 2:
         raise ValueError(
@@ -548,12 +552,12 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float, dtyp
     scale, eps = _as_float(scale), _as_float(eps)
     # Comparisons, which a compiler traces for a number that it takes as a symbol, and it does not trace isfinite.
     if scale is not None and not -LARGEST <= scale <= LARGEST:
-        raise ValueError(f"scale must be finite; got {scale}")
+        raise ValueError(f"scale must be finite; got {shown(scale)}")
     wide = torch.promote_types(dtype, torch.float32)
     least = torch.finfo(wide).tiny
     if not least <= eps <= LARGEST:
         held = str(wide).removeprefix("torch.")
-        raise ValueError(f"eps must be at least {least:.1e}, which {held} can hold, and finite; got {eps}")
+        raise ValueError(f"eps must be at least {least:.1e}, which {held} can hold, and finite; got {shown(eps)}")
 
 
 def _as_float(number: Any) -> Any:

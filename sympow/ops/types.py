@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.availability import has_values, makes_fakes
-from sympow.ops.feature_map import plain, spow_dim
+from sympow.ops.feature_map import plain, shown, spow_dim
 from sympow.ops.memory import check_memory
 
 LARGE = 1 << 30  # bytes, from which on a state is compared with the free memory
@@ -77,7 +77,7 @@ def checked_chunk_size(chunk_size: Any) -> int | None:
         return None
     chunk_size = plain(chunk_size)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {shown(chunk_size)}")
     return chunk_size
 
 

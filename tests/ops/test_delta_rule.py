@@ -157,6 +157,7 @@ def test_second_derivatives_are_refused():
         ({"initial_state": torch.zeros(1, 2, 10, 3).to_sparse()}, TypeError, "must be a dense tensor; got torch.sp"),
         ({"beta": None}, TypeError, "beta must be a torch.Tensor; got NoneType"),
         ({"p": 0}, ValueError, "the power p must be an integer >= 1; got 0"),
+        ({"p": 2**70}, ValueError, r"the power p must be below 2\*\*63, as torch takes .*; got 1.2e\+21"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
         ({"qk_norm": "no"}, TypeError, "qk_norm must be True or False; got 'no'"),
         ({"return_state": 2}, TypeError, "return_state must be True or False; got 2"),

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from sympow.layers import PowerAttention
-from sympow.ops import DecodingState, OutOfRangeError, PowerState, power_attention, power_attention_step
+from sympow.ops import (
+    DecodingState,
+    OutOfRangeError,
+    PowerState,
+    eager,
+    power,
+    power_attention,
+    power_attention_step,
+)
 
 
 def ones(*shape, dtype=torch.float32):
@@ -68,6 +76,20 @@ BAD = {
     "growing gate": (lambda: call(log_g=gates(0.5)), ValueError, "got values from -1.0 to 0.5"),
     "odd p": (lambda: call(p=3), ValueError, "normalize=True needs an even p: with p = 3 .* normalize=False"),
     "p zero": (lambda: call(p=0), ValueError, "p must be an integer >= 1; got 0"),
+    "p beyond int64": (lambda: call(p=2**70), ValueError, r"p must be below 2\*\*63, .* got 1.2e\+21$"),
+    "p that Python does not print": (lambda: call(p=10**5000), ValueError, r"below 2\*\*63, .* got 1.0e\+5000$"),
+    "negative p": (lambda: call(p=-(10**5000)), ValueError, r"p must be an integer >= 1; got -1.0e\+5000$"),
+    "p of a state": (lambda: PowerState.zeros(1, 1, 1, 1, 2**70), ValueError, r"below 2\*\*63, .* got 1.2e\+21$"),
+    "p of a chunk": (
+        lambda: power_attention(*[ones(1, 3, 1, 1)] * 3, p=1000, chunk_size=2),
+        ValueError,
+        "^states, and chunks, are computed for p up to 20; got p = 1000$",
+    ),
+    "p of a step": (
+        lambda: power_attention_step(*[ones(1, 1, 1, 1)] * 3, p=22, state=PowerState.zeros(1, 1, 1, 1, 22)),
+        ValueError,
+        "computed for p up to 20; got p = 22$",
+    ),
     "p float": (lambda: call(p=2.0), ValueError, "got 2.0"),
     "eps": (lambda: call(eps=0.0), ValueError, "eps must be at least 1.2e-38, .* and finite; got 0.0"),
     "eps that float32 does not hold": (lambda: call(eps=1e-46), ValueError, "got 1e-46"),
@@ -79,8 +101,10 @@ BAD = {
         r"eps must be at least 2\.2e-308, which float64 can hold",
     ),
     "no eps": (lambda: call(eps=None), TypeError, "eps must be a number; got None"),
-    "eps that no float holds": (lambda: call(eps=10**400), ValueError, "eps must be .* and finite; got 1000"),
-    "scale that no float holds": (lambda: call(scale=-(10**400)), ValueError, "scale must be finite; got -1000"),
+    "eps that no float holds": (lambda: call(eps=10**400), ValueError, r"eps must be .* and finite; got 1.0e\+400$"),
+    "eps that Python does not print": (lambda: call(eps=10**5000), ValueError, r"and finite; got 1.0e\+5000$"),
+    "scale that no float holds": (lambda: call(scale=-(10**400)), ValueError, r"finite; got -1.0e\+400$"),
+    "scale that Python does not print": (lambda: call(scale=10**5000), ValueError, r"finite; got 1.0e\+5000$"),
     "chunk size of a bool": (lambda: call(chunk_size=True), ValueError, "must be an integer >= 1, or None; got True"),
     "normalize": (lambda: call(normalize="no"), TypeError, "normalize must be True or False; got 'no'"),
     "return_state": (lambda: call(return_state="x"), TypeError, "return_state must be True or False; got 'x'"),
@@ -124,6 +148,16 @@ BAD = {
     "scale": (lambda: call(scale=float("nan")), ValueError, "scale must be finite; got nan"),
     "chunk size": (lambda: call(chunk_size=0), ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
     "impl": (lambda: call(impl="triton2"), ValueError, "impl is one of auto, eager, triton, reference; got 'triton2'"),
+    "list of an impl": (
+        lambda: call(impl=["auto"]),
+        ValueError,
+        r"impl is one of auto, eager, triton, reference; got \['auto'\]",
+    ),
+    "chunk size that Python does not print": (
+        lambda: call(chunk_size=-(10**5000)),
+        ValueError,
+        r"chunk_size must be an integer >= 1, or None; got -1.0e\+5000$",
+    ),
     "option": (lambda: call(power=2), TypeError, "unexpected keyword argument 'power'"),
     "state type": (lambda: call(initial_state=ones(2)), TypeError, "must be a PowerState; got Tensor"),
     "state p": (lambda: call(initial_state=PowerState.zeros(2, 2, 4, 5, p=4)), ValueError, "the state is of p=4, K=4"),
@@ -225,6 +259,22 @@ def test_errors(name):
 def test_the_valid_call_is_valid():
     assert call().out.shape == (2, 3, 4, 5)
     assert packed(torch.tensor([0, 3])).out.shape == (1, 3, 4, 5)
+
+
+@pytest.mark.parametrize("option", [{"normalize": [True]}, {"chunk_size": [2]}, {"impl": ["auto"]}])
+def test_options_without_a_hash_are_refused_where_checked_calls_are_kept(monkeypatch, option):
+    """The signature of a call on a GPU holds its options."""
+    signature = (*option.values(),)
+    monkeypatch.setattr(power, "signature_of", lambda *arguments: signature)
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))} (must be|is one of) .*; got \\["):
+        call(**option)
+
+
+def test_large_powers_are_computed_without_states():
+    """In a long row of one channel chunks cost least. They need states, which are computed for p up to 20."""
+    x = torch.empty(1, 20_000, 1, 1)
+    assert eager.default_chunk_size(x, x, x, 20) < 20_000
+    assert eager.default_chunk_size(x, x, x, 21) == eager.default_chunk_size(x, x, x, 1000) == 20_000
 
 
 def test_inputs_are_left_as_they_were():
