@@ -94,8 +94,16 @@ def borders(cu_seqlens: Tensor, time: int) -> list[int]:
         raise ValueError("cu_seqlens must have values here; got a fake or a meta tensor, as in torch.export")
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {time} without falling; got {ends[:8]}...{ends[-1]}")
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {time} without falling; got {_shown(ends)}")
     return ends
+
+
+def _shown(ends: list[int]) -> str:
+    """Returns the borders as a message shows them: of many the first and the last, and where they fall."""
+    few = ends if len(ends) <= 8 else [*ends[:6], "...", ends[-1]]
+    fall = next((n for n, (a, b) in enumerate(pairwise(ends)) if a > b), None)
+    where = "" if fall is None else f", with {ends[fall + 1]} after {ends[fall]}"
+    return f"[{', '.join(map(str, few))}]{where}"
 
 
 @operator(lambda cu_seqlens, time: torch.empty_like(cu_seqlens), devices=ALL_DEVICES)

@@ -171,9 +171,18 @@ BAD = {
     "cu_seqlens type": (lambda: packed([0, 3]), TypeError, "int32 or int64 tensor"),
     "cu_seqlens float": (lambda: packed(torch.tensor([0.0, 3.0])), TypeError, "got torch.float32"),
     "cu_seqlens rank": (lambda: packed(torch.tensor([[0, 3]])), ValueError, r"\[N \+ 1\] for N >= 1"),
-    "cu_seqlens end": (lambda: packed(torch.tensor([0, 2])), ValueError, "rise from 0 to T = 3"),
+    "cu_seqlens end": (lambda: packed(torch.tensor([0, 2])), ValueError, r"rise from 0 to T = 3 .*; got \[0, 2\]$"),
     "cu_seqlens start": (lambda: packed(torch.tensor([1, 3])), ValueError, "rise from 0 to T = 3"),
-    "cu_seqlens order": (lambda: packed(torch.tensor([0, 2, 1, 3])), ValueError, "rise from 0 to T = 3"),
+    "cu_seqlens order": (
+        lambda: packed(torch.tensor([0, 2, 1, 3])),
+        ValueError,
+        r"rise from 0 to T = 3 without falling; got \[0, 2, 1, 3\], with 1 after 2$",
+    ),
+    "many cu_seqlens": (
+        lambda: packed(torch.tensor([0, *[1] * 9, 0, 3])),
+        ValueError,
+        r"got \[0, 1, 1, 1, 1, 1, ..., 3\], with 0 after 1$",
+    ),
     "cu_seqlens batch": (lambda: call(cu_seqlens=torch.tensor([0, 3])), ValueError, "got B = 2"),
     "packed state": (
         lambda: packed(torch.tensor([0, 1, 3]), initial_state=PowerState.zeros(1, 2, 4, 5)),
