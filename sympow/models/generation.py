@@ -77,6 +77,9 @@ class StreamOptions(TypedDict, total=False):
 
 def generate(model: LanguageModel, prompt: Tensor, max_new_tokens: int, **options: Unpack[StreamOptions]) -> Generation:
     """Continues every row of a prompt and returns all new tokens. Arguments and errors are those of `stream`."""
+    for name in options:
+        if name not in StreamOptions.__annotations__:  # Python's error would name `stream`
+            raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
     started = perf_counter()
     drawn = stream(model, prompt, max_new_tokens, **options)
     last = next(drawn)

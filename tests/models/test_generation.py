@@ -179,7 +179,7 @@ def test_the_path_of_a_context_is_refused():
 
 @pytest.mark.parametrize("function", [generate, stream])
 def test_unknown_options_are_refused(function):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'temprature'"):
         function(model(), prompt(), 3, temprature=1.0)
 
 
