@@ -221,7 +221,7 @@ def test_null_means_the_default_in_every_field_of_the_client(app, path, base):
 
 def test_fields_that_ask_for_nothing_else_are_accepted(app):
     shared = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "n": 1, "stop": [], "user": "a",
-              "store": True, "metadata": {"a": "b"}, "stream_options": {"include_obfuscation": False}}  # fmt: skip
+              "store": True, "metadata": {"a": "b"}}  # fmt: skip
     own = {
         COMPLETIONS: {"echo": False, "best_of": 1, "suffix": ""},
         CHAT: {"tools": [], "tool_choice": "auto", "functions": [], "function_call": "none", "modalities": ["text"],
@@ -255,7 +255,8 @@ def test_an_answer_can_be_sent_back(app):
 
 
 def test_a_stream_joins_to_the_answer(app, model):
-    fields = {"stream": True, "n": 2, "max_tokens": 20, "stream_options": {"include_usage": True}}
+    options = {"include_usage": True, "include_obfuscation": False}
+    fields = {"stream": True, "n": 2, "max_tokens": 20, "stream_options": options}
     for path, kind in ((COMPLETIONS, "text_completion"), (CHAT, "chat.completion.chunk")):
         answer = post(app, path, valid(path, "small") | fields)
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -347,6 +348,8 @@ def test_models_health_and_metrics(app):
         (COMPLETIONS, {"temprature": 1}, 400, "temprature: Extra inputs are not permitted"),
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "the chat template refuses these messages: no t"),
         (CHAT, {"top_logprobs": 2}, 400, "top_logprobs: needs logprobs to be true"),
+        (CHAT, {"stream_options": {"include_usage": True}}, 400, "stream_options: needs stream to be true"),
+        (COMPLETIONS, {"stream": False, "stream_options": {}}, 400, "stream_options: needs stream to be true"),
     ],
 )
 def test_refusals_say_what_is_wrong(app, path, fields, status, message):

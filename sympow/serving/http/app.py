@@ -154,6 +154,8 @@ class _Routes:
             raise ApiError(413, f"a request has at most {limits.body_bytes:,} bytes", code="too_large")
         body = await asyncio.to_thread(parsed, schema, bytes(content))
         self._service.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: needs stream to be true", param="stream_options")
         return body
 
     async def _answered(
