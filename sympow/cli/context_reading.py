@@ -18,6 +18,7 @@ from sympow.files import naming
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context import extended_digest
 from sympow.models.context_file import ContextHeader, fingerprint, is_context_file, read_header
+from sympow.ops.cost import counted
 from sympow.progress import Progress
 from sympow.training import Run
 from sympow.training.interrupt import StopRequest
@@ -100,7 +101,7 @@ def read_text(
         partial = _load_partial(part, run, start, progress)
         if partial is not None:
             if _taken(pieces, start, partial) is not None:
-                progress.say(f"going on after {partial.tokens:,} tokens, from {part}")
+                progress.say(f"going on after {counted(partial.tokens, 'token')}, from {part}")
                 progress.advance(partial.tokens - start.tokens)
                 start = partial
             else:

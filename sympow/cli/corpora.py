@@ -91,6 +91,7 @@ def run_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow corpus`."""
     from sympow.data import build_corpus
     from sympow.data.builders.sources import SPLITS
+    from sympow.ops.cost import counted
 
     fields = {"group": options.group, "text_field": options.text_field, "remark": _remark}
     suffixes = tuple(filter(None, (options.suffixes or "").split(",")))
@@ -100,8 +101,8 @@ def run_corpus(options: argparse.Namespace) -> None:
         lost = counts["tokens"] - counts["tokens_in_rows"]
         if lost:
             print(
-                f"left out of {split}.zarr: {lost:,} tokens ({lost / counts['tokens']:.0%}) after the last row of a "
-                f"document, and in {counts['documents_without_a_row']:,} documents shorter than a row"
+                f"left out of {split}.zarr: {counted(lost, 'token')} ({lost / counts['tokens']:.0%}) after the last "
+                f"row of a document, and in {counted(counts['documents_without_a_row'], 'document')} shorter than a row"
             )
 
 
@@ -122,6 +123,7 @@ def run_doc_corpus(options: argparse.Namespace) -> None:
 def run_needle_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow needle-corpus`."""
     from sympow.data import load_tokenizer
+    from sympow.ops.cost import counted
     from sympow.recall.needle_corpus import build_needle_corpus
 
     made = build_needle_corpus(
@@ -136,7 +138,8 @@ def run_needle_corpus(options: argparse.Namespace) -> None:
         remark=_remark,
     )
     for split in ("train", "heldout"):
-        print(f"{Path(options.out) / split}.zarr: {made[split]['rows']:,} rows of {made['row_tokens']:,} tokens")
+        rows = counted(made[split]["rows"], "row")
+        print(f"{Path(options.out) / split}.zarr: {rows} of {made['row_tokens']:,} tokens")
 
 
 def _remark(line: str) -> None:
@@ -154,6 +157,7 @@ def _built(
     from sympow.data import load_tokenizer, plot_document_lengths
     from sympow.data.builders.corpus_folder import ROW_TOKENS, VOCAB_SIZE
     from sympow.data.builders.sources import SPLITS
+    from sympow.ops.cost import counted
 
     check_image(options.plot)
     sizes = {"vocab_size": options.vocab_size or VOCAB_SIZE, "row_tokens": options.row_tokens or ROW_TOKENS}
@@ -163,8 +167,8 @@ def _built(
     for split in SPLITS:
         counts = made[split]
         print(
-            f"{Path(options.out) / split}.zarr: {counts['rows']:,} rows of {made['row_tokens']:,} tokens, "
-            f"from {counts['documents']:,} documents of {counts['tokens']:,} tokens"
+            f"{Path(options.out) / split}.zarr: {counted(counts['rows'], 'row')} of {made['row_tokens']:,} tokens, "
+            f"from {counted(counts['documents'], 'document')} of {counted(counts['tokens'], 'token')}"
         )
     if options.plot:
         plot_document_lengths(options.out, options.plot)

@@ -122,7 +122,7 @@ def run_read(options: argparse.Namespace) -> int | None:
     from sympow.cli.context_reading import check_out, read_text
     from sympow.cli.result_files import check_writable
     from sympow.cli.run_checks import dtype_of
-    from sympow.ops.cost import format_bytes
+    from sympow.ops.cost import counted, format_bytes
     from sympow.training import load
     from sympow.training.devices import resolve_device
 
@@ -134,9 +134,9 @@ def run_read(options: argparse.Namespace) -> int | None:
         run, options.text, out, before=options.context, dtype=options.dtype, chunk=options.chunk, quiet=options.quiet
     )
     if done.stopped_by:
-        print(f"stopped by {done.stopped_by} after {done.tokens:,} tokens; the same command continues")
+        print(f"stopped by {done.stopped_by} after {counted(done.tokens, 'token')}; the same command continues")
         return 128 + signal.Signals[done.stopped_by]
     size = out.stat().st_size
-    what = f"{done.tokens:,} tokens, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
+    what = f"{counted(done.tokens, 'token')}, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
     print(f"{out}: {what}{', read before' if done.already else ''}")
     return None

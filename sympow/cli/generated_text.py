@@ -14,7 +14,7 @@ from sympow.data import StreamDecoder, encode_text
 from sympow.files import read_utf8
 from sympow.models import Context, Drafts, ModelDrafts, stream
 from sympow.models.generation import StreamOptions
-from sympow.ops.cost import format_bytes
+from sympow.ops.cost import counted, format_bytes
 from sympow.training import Run, load
 
 
@@ -61,7 +61,7 @@ def write_text(
         speed += f", {drafts.accepted:,} of {drafts.proposed:,} draft tokens accepted"
     print(
         f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
-        f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
+        f"prefill of {counted(tokens.shape[1], 'token')} {first - started:.3f} s{speed}",
         file=sys.stderr,
     )
 

@@ -415,6 +415,8 @@ def evaluate_runs(
 
 def print_curves(curves: Sequence[Curve]) -> None:
     """Prints a table with a line for each bin and a column for each run, and below it a line for each run."""
+    from sympow.ops.cost import counted
+
     width = max(14, *(len(curve.run) + 2 for curve in curves))
     print(f"{'context':>17}", *(f"{curve.run:>{width}}" for curve in curves), sep="")
     for bins in zip(*(curve.losses.bins for curve in curves), strict=True):
@@ -425,6 +427,6 @@ def print_curves(curves: Sequence[Curve]) -> None:
         best = losses.best
         at = f"{best.end:,}" if best.start + 1 == best.end else f"{best.start + 1:,} to {best.end:,}"
         print(
-            f"{run}: mean {losses.loss:.4f} over {losses.rows} rows of {losses.context:,} tokens, "
+            f"{run}: mean {losses.loss:.4f} over {counted(losses.rows, 'row')} of {losses.context:,} tokens, "
             f"best-context loss {best.loss:.4f} at {at}, trained on {train_context:,}"
         )

@@ -17,7 +17,7 @@ from sympow.data.tokenizer_files import end_tokens, json_object
 from sympow.files import naming
 from sympow.models import LanguageModel
 from sympow.models.slots import CacheRoom
-from sympow.ops.cost import format_bytes
+from sympow.ops.cost import counted, format_bytes
 from sympow.ops.memory import check_memory
 from sympow.training import load
 from sympow.training.devices import resolve_device
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
 
     def started(address: str) -> None:
         chats = "completions and chats" if template else "completions (no chat template)"
-        states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}{room_shown(engine.room)}"
+        each = f"{format_bytes(engine.nbytes // options.slots)}{room_shown(engine.room)}"
+        states = f"{counted(options.slots, 'slot')} of {each}"
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
     def ending() -> None:

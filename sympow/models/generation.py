@@ -17,6 +17,7 @@ from sympow.models.context import Context
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.slots import Slots
 from sympow.models.speculation import Drafts, speculative_steps
+from sympow.ops.cost import counted
 
 _GRAPHED = 16  # tokens, because making a graph of a step takes as long as some steps
 
@@ -145,7 +146,7 @@ def stream(
     if prompt.ndim != 2 or 0 in prompt.shape[: 1 if continues else 2]:
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
     if context is not None and context.rows != prompt.shape[0]:
-        raise ValueError(f"the context has {context.rows} rows; got a prompt of {prompt.shape[0]}")
+        raise ValueError(f"the context has {counted(context.rows, 'row')}; got a prompt of {prompt.shape[0]}")
     if drafts is not None and prompt.shape[0] != 1:
         raise ValueError(f"drafts are of a single row; got a prompt of {prompt.shape[0]}")
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}

@@ -26,6 +26,7 @@ from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
 from sympow.ops.availability import has_values
+from sympow.ops.cost import counted
 from sympow.ops.memory import check_memory
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
@@ -256,7 +257,7 @@ class LanguageModel(nn.Module):
         past, of at least 4 bytes a number, that are larger than the free memory.
         """
         check_integer("batch_size", batch_size, 0)
-        layers = f"{self.config.n_layers:,} layers"
+        layers = counted(self.config.n_layers, "layer")
         check_room(layers, batch_size, self.state_size(0), self.embedding.weight, device)
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
@@ -429,7 +430,7 @@ def _check_memory(config: ModelConfig, pattern: Sequence[Block], device: torch.d
         pattern: the first blocks of the model, one for each mixer of the pattern, on the meta device.
         device: of the weights.
     """
-    what = f"a model of {config.n_layers:,} layers"
+    what = f"a model of {counted(config.n_layers, 'layer')}"
     modules = sum(1 for block in pattern for _ in block.modules()) / len(pattern)
     check_memory(what, _MODULE_BYTES * modules * config.n_layers)
     layer = sum(p.numel() for block in pattern for p in block.state_dict().values()) / len(pattern)

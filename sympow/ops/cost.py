@@ -226,6 +226,11 @@ def format_bytes(count: int) -> str:
     return f"{size:.1f} {units[unit]}" if size < 9.95 and unit > 0 else f"{size:,.0f} {units[unit]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, "1 token" or "2,048 tokens"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _check(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:

@@ -231,6 +231,11 @@ def test_line_ends_of_a_prompt_file_are_kept(folder, tmp_path, capsys):
     assert out.startswith("the\r\nquick\r") and "prefill of 11 tokens" in err
 
 
+def test_a_single_token_is_not_called_tokens(folder, tmp_path, capsys):
+    assert main(["generate", str(folder / "power"), "--max-new-tokens", "1", "--prompt", "t"]) == 0
+    assert ", prefill of 1 token " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("temperature", ["0", "1"])
 @pytest.mark.parametrize("drafts", [["--speculate"], ["--draft", "softmax"], ["--draft", "power"]])
 def test_drafts_change_nothing_but_the_speed(drafts, temperature, folder, capsys, monkeypatch):
@@ -633,9 +638,9 @@ def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, 
     [
         (["model.n_layers=1000000000"], "a model of 1,000,000,000 layers needs 2"),
         (["model.n_layers=1000000"], "a model of 1,000,000 layers needs 2"),
-        (["model.vocab_size=1000000000"], "a model of 1 layers with d_model = 16 and a vocabulary of 1,000,000,000 ne"),
-        (["model.mlp_ratio=1000000000"], "a model of 1 layers with d_model = 16 and a vocabulary of 256 needs 2.1 TB"),
-        (["model.d_model=8000000"], "a model of 1 layers with d_model = 8,000,000 and a vocabulary of 256 needs 3"),
+        (["model.vocab_size=1000000000"], "a model of 1 layer with d_model = 16 and a vocabulary of 1,000,000,000 ne"),
+        (["model.mlp_ratio=1000000000"], "a model of 1 layer with d_model = 16 and a vocabulary of 256 needs 2.1 TB"),
+        (["model.d_model=8000000"], "a model of 1 layer with d_model = 8,000,000 and a vocabulary of 256 needs 3"),
     ],
 )
 def test_models_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, message):

@@ -162,7 +162,7 @@ def test_generate_continues_a_context_and_leaves_it(prompt, tmp_path):
     whole = greedy(built, Context.begin(built).read(built, x[:, :cut]), x[:, cut:], 9).argmax(-1)
     for _ in range(2):
         assert torch.equal(generate(built, x[:, cut:], 10, temperature=0, context=context).tokens, whole)
-    with pytest.raises(ValueError, match="the context has 1 rows; got a prompt of 2"):
+    with pytest.raises(ValueError, match="the context has 1 row; got a prompt of 2"):
         generate(built, tokens(4, 2), 1, context=context)
     with pytest.raises(ValueError, match="at least one token"):
         generate(built, tokens(0), 1, context=Context.begin(built))

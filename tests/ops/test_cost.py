@@ -235,3 +235,7 @@ def test_block_weights():
 def test_bad_sizes(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_numbers_with_their_nouns():
+    assert [cost.counted(n, "token") for n in (0, 1, 2, 2048)] == ["0 tokens", "1 token", "2 tokens", "2,048 tokens"]

@@ -272,8 +272,8 @@ def test_the_command(sources, tmp_path, capsys):
     for _ in range(2):
         assert main(made) == 0
         out = capsys.readouterr().out.splitlines()
-        counts = {"train": 3, "heldout": 1}
-        assert out == [f"{tmp_path}/n/{split}.zarr: {rows} rows of 512 tokens" for split, rows in counts.items()]
+        rows = {"train": "3 rows", "heldout": "1 row"}
+        assert out == [f"{tmp_path}/n/{split}.zarr: {each} of 512 tokens" for split, each in rows.items()]
     (tmp_path / "empty.txt").write_text(" ")
     for more, line in (
         (["--out", f"{tmp_path}/short", "--row-tokens", "40"], "row_tokens must be at least"),
