@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sympow import training
+from sympow.cli import main
 from sympow.data import ByteTokenizer
 from sympow.recipes import load_recipe
 from sympow.training.runs import Run
@@ -91,7 +92,7 @@ RUNNING = [
 ]  # fmt: skip
 WITH_TRANSFORMERS = [
     ("docs/guides/transformers.md", 0),
-    ("docs/guides/transformers.md", 1),
+    ("docs/guides/transformers.md", 2),
     ("docs/guides/context-files.md", 1),
 ]
 OF_RUNS = ["docs/guides/ar-hits.md", "docs/api/training.md"]
@@ -144,6 +145,21 @@ def test_python_of_a_page_about_runs_runs(page, runs, monkeypatch):
     monkeypatch.setattr("sympow.recipes.load_recipe", lambda name, load=load_recipe: load(f"{runs}/tiny.py:power"))
     for block in python_of(page):
         exec(compile(block.replace("steps=400", "steps=4"), page, "exec"), {"__name__": "page"})
+
+
+def test_python_about_padding_runs(runs, monkeypatch):
+    """With the tokenizer of bytes, which names no token. The short text is continued as it is alone."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    monkeypatch.chdir(runs)
+    assert main(["export", "runs/demo/demo-power", "--out", "hf/power"]) == 0
+    with pytest.raises(ValueError, match="does not have a padding token"):
+        transformers.AutoTokenizer.from_pretrained("hf/power")(["a", "bc"], padding=True)
+    names = {"__name__": "page"}
+    (block,) = (block for block in python_of("docs/guides/transformers.md") if "pad_token = " in block)
+    exec(compile(block, "docs/guides/transformers.md", "exec"), names)
+    alone = names["tokenizer"](["def"], return_tensors="pt")
+    expected = names["model"].generate(**alone, max_new_tokens=20, do_sample=False)
+    assert names["written"][1, -20:].tolist() == expected[0, -20:].tolist() and len(names["texts"]) == 2
 
 
 def test_python_about_adapters_runs(tmp_path, monkeypatch):
