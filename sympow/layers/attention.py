@@ -9,25 +9,36 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sympow.layers.base import Mixer, any_weight, own_weight
+from sympow.layers.base import Mixer, any_weight, is_product, own_weight
+from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, Device, DType, MixerState, check_room, of_tried, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
+from sympow.ops.fused.step_products import (
+    Norm,
+    Product,
+    Shift,
+    Taps,
+    Turn,
+    step_products,
+    takes_parts,
+    takes_step,
+)
 from sympow.ops.memory import check_memory
 from sympow.ops.rope_scaling import magnitude
-from sympow.ops.types import OutOfRangeError, check_flags
+from sympow.ops.types import OutOfRangeError, check_flags, check_writable
 
 
 class HeadOptions(TypedDict, total=False):
@@ -56,6 +67,19 @@ _SMALL = 1 << 24  # elements of a state; to ask for the free memory takes longer
 
 BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
 """The options of the parts that power attention has around its heads by default."""
+
+
+class Projections(NamedTuple):
+    """Holds what one kernel computes of an input for `AttentionMixer.mix_few`.
+
+    qkv: [B, 1, H K + G K + G V], with queries and keys rotated if `turned`. numbers: float32 [B, 1, n] for each of
+    `AttentionMixer.narrow_maps`. position: that of the next token, None if it was not computed.
+    """
+
+    qkv: Tensor
+    turned: bool
+    numbers: list[Tensor]
+    position: Tensor | None
 
 
 class AttentionMixer(Mixer):
@@ -203,6 +227,10 @@ class AttentionMixer(Mixer):
         """Continues `mix` by tokens that can still be taken back, as `try_step` does: y [B, T', H, V]."""
         return try_by_copies(self.mix_step, x, state, extras)
 
+    def position_of(self, state: Any) -> int | Tensor | None:
+        """Returns the position of the next token in a state of `mix_step`; None if a rotation needs more than that."""
+        return None
+
     @abstractmethod
     def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
         """Returns the state of `mix_step` before the first token, see `Mixer.init_state`."""
@@ -249,6 +277,70 @@ class AttentionMixer(Mixer):
             except OutOfRangeError as error:
                 raise self.naming_weights(x, error) from error
         return self.gated_output(y, gates()), state
+
+    def narrow_maps(self) -> Sequence[tuple[Float32Linear, int, float]] | None:
+        """Lists the maps of the input to numbers of heads, each with the function that is applied to its result.
+
+        The functions are those of `step_products`; the last number is the factor of SIGMOID. None: the mixer has no
+        `mix_few`.
+        """
+        return None
+
+    def mix_few(self, projections: Projections, state: Any) -> tuple[Tensor, Any]:
+        """Continues `mix` by a token whose projections are given, see `mix_step`."""
+        raise NotImplementedError(f"{type(self).__name__} has no step by few kernels")
+
+    @override
+    def steps_in_block(self, x: Tensor) -> bool:
+        maps = self.narrow_maps()
+        if maps is None or not takes_step(x, self._plain_tensors(maps)):
+            return False
+        return self.head_norm is None or takes_parts(self.value_dim, x)
+
+    def _plain_tensors(self, maps: Sequence[tuple[Float32Linear, int, float]]) -> Iterator[Tensor | None]:
+        """Yields the weights that `step_in_block` reads, and a meta tensor, which no kernel takes, for other layers."""
+        linears = [self.qkv, self.out] if self.output_gate is None else [self.qkv, self.out, self.output_gate]
+        others = [each for each in (self.convolution, self.head_norm, *(one[0] for one in maps)) if each is not None]
+        if not all(map(is_product, linears)) or any(each._forward_hooks or each._forward_pre_hooks for each in others):
+            yield torch.empty(0, device="meta")
+        for each in (*linears, *others):
+            yield each.weight
+            yield getattr(each, "bias", None)
+        yield self._qkv_start()
+
+    def _qkv_start(self) -> Tensor | None:
+        return getattr(self, "qkv_start", None)
+
+    @override
+    def step_in_block(self, x: Tensor, norm: Norm, state: Any) -> tuple[Tensor, Any]:
+        self.check_step(x, state, own_weight(self.qkv))
+        behind, convolution, gate = state, self.convolution, self.output_gate
+        qkv = Product(self.qkv.weight, self.qkv.bias, self._qkv_start())
+        gates = None if gate is None else Product(gate.weight, gate.bias)
+        maps = self.narrow_maps() or ()
+        narrow = [Product(each.weight, each.bias, None, function, factor) for each, function, factor in maps]
+        taps = None
+        if convolution is not None:
+            behind = state.behind
+            check_writable(state.past)
+            taps = Taps(convolution.weight, convolution.offset(), state.past)
+        position = self.position_of(behind)
+        turn = None
+        if self.q_norm is None and position is not None and self.rotation == "fixed":
+            if not isinstance(position, Tensor):
+                position = torch.full((1,), position, dtype=torch.float64, device=x.device)
+            turn = Turn(position, self._frequencies(x.device), sum(self._split[:2]))
+        found = step_products(x, qkv, gates, narrow, norm=norm, taps=taps, turn=turn)
+        projections = Projections(found.first, turn is not None, found.narrow, found.positions)
+        try:
+            y, behind = self.mix_few(projections, behind)
+        except OutOfRangeError as error:
+            raise self.naming_weights(x, error) from error
+        heads = None if self.head_norm is None else Norm(self.head_norm.weight, None, 1e-6, False)
+        shift = None if taps is None or found.inputs is None else Shift(taps.past, found.inputs)
+        out = Product(self.out.weight, self.out.bias)
+        y = step_products(y.flatten(2), out, norm=heads, gate=found.second, residual=x, shift=shift).first
+        return y, behind if taps is None else ShortConvolutionState(taps.past, behind)
 
     @override
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
@@ -297,7 +389,11 @@ class AttentionMixer(Mixer):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projects x [B, T, d] to q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V], not yet rotated."""
-        q, k, v = self.projected(x).split(self._split, dim=-1)
+        return self._heads_of(self.projected(x))
+
+    def _heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `heads` of what `projected` returns."""
+        q, k, v = qkv.split(self._split, dim=-1)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
@@ -307,13 +403,22 @@ class AttentionMixer(Mixer):
 
     def rotated_heads(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `heads`, with q and k rotated as `rotate` does."""
+        return self.turned_heads(self.projected(x), position)
+
+    def turned_heads(
+        self, qkv: Tensor, position: int | Tensor = 0, turned: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `rotated_heads` of what `projected` returns, of which q and k may be rotated already."""
         if self.rotation == "none":
-            return self.heads(x)
-        turned = (self.projected(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
+            return self._heads_of(qkv)
+        if turned:
+            q, k, v = self._heads_of(qkv)
+            return *self.magnified(q, k), v
+        given = (qkv, *self._turns(qkv, position), self.n_heads, self.n_kv_heads)
         if self.q_norm is None or self.k_norm is None:
-            q, k, v = rotate_heads(*turned)
+            q, k, v = rotate_heads(*given)
         else:
-            q, k, v = rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
+            q, k, v = rotate_heads(*given, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
         return *self.magnified(q, k), v
 
     def first_position(self, x: Tensor) -> int:
@@ -354,11 +459,15 @@ class AttentionMixer(Mixer):
             position = position[:, None].double()
             if x.shape[1] > 1:
                 position = position + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+        return position, self._frequencies(x.device)
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Returns the frequencies of the rotation, float64 [K / 2]."""
         key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)
         # A graph of torch.compile keeps its own constants, and torch.compile warns of caches.
         if torch.compiler.is_compiling():
-            return position, rotary_frequencies(*key, self.rope_scaling, device=x.device)
-        return position, _frequencies(*key, self._scaling_key, device=x.device)
+            return rotary_frequencies(*key, self.rope_scaling, device=device)
+        return _frequencies(*key, self._scaling_key, device=device)
 
     def extra_repr(self) -> str:
         """Returns the options that `repr` of the module shows."""

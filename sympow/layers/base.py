@@ -31,6 +31,7 @@ from sympow.layers.state import (
     try_by_copies,
 )
 from sympow.ops.availability import autocast_dtype
+from sympow.ops.fused.step_products import Norm
 from sympow.ops.types import OutOfRangeError
 
 
@@ -125,6 +126,17 @@ class Mixer(nn.Module, ABC):
         The method of this class steps copies of the state, token by token.
         """
         return try_by_copies(self.step, x, state, extras)
+
+    def steps_in_block(self, x: Tensor) -> bool:
+        """Returns whether `step_in_block` steps x [B, 1, d], which a few sequences on a device with kernels are."""
+        return False
+
+    def step_in_block(self, x: Tensor, norm: Norm, state: Any) -> tuple[Tensor, Any]:
+        """Steps within a block, by few kernels: x [B, 1, d] -> (x + y, the state), y that of `step` for norm(x).
+
+        Mixers override it together with `steps_in_block`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step by few kernels")
 
     @abstractmethod
     def state_size(self, context: int) -> int:

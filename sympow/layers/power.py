@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
+from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions, Projections
 from sympow.layers.base import any_weight, is_product, state_options
 from sympow.layers.float32_linear import Float32Linear, linears_float32
 from sympow.layers.initial import gate_biases
@@ -34,6 +34,7 @@ from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.fused.step_products import LOG_SIGMOID, NOTHING
 from sympow.ops.power import check_options, plain
 from sympow.ops.types import check_flags, checked_chunk_size
 
@@ -190,6 +191,29 @@ class PowerAttention(AttentionMixer):
         return y, PowerAttentionState(memory, _moved(state.position, positions, x.shape[1]))
 
     @override
+    def narrow_maps(self) -> list[tuple[Float32Linear, int, float]]:
+        maps = ((self.gate, LOG_SIGMOID, 1.0), (self.beta, NOTHING, 1.0))
+        return [(linear, function, factor) for linear, function, factor in maps if linear is not None]
+
+    @override
+    def position_of(self, state: PowerAttentionState) -> int | Tensor | None:
+        return None if self.rotation == "data" else state.position
+
+    @override
+    def mix_few(self, projections: Projections, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+        numbers, positions = projections.numbers, None
+        log_g = None if self.gate is None else numbers[0]
+        if self.beta is not None:
+            positions = self._positions(numbers[-1], state.position)
+            q, k, v = self.turned_heads(projections.qkv, positions)
+        else:
+            q, k, v = self.turned_heads(projections.qkv, state.position, projections.turned)
+        y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
+        if projections.position is not None:
+            return y, PowerAttentionState(memory, projections.position)
+        return y, PowerAttentionState(memory, _moved(state.position, positions, 1))
+
+    @override
     def try_mix_step(self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
         q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = try_power(q, k, v, log_g, state.memory, **self._options())
@@ -220,15 +244,19 @@ class PowerAttention(AttentionMixer):
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
-            start = position if isinstance(position, Tensor) else None
-            steps = 1 + torch.tanh(self.position_rate * gates[-1])
-            if group is not None:
-                start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
-            positions = rotary_positions(steps, start)
+            positions = self._positions(gates[-1], position, group)
             return *self.rotated_heads(x, positions.detach() if detached else positions), log_g, positions
         if isinstance(position, Tensor) and position.is_floating_point():
             raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
         return *self.rotated_heads(x, position), log_g, None
+
+    def _positions(self, raw: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Returns the positions after every token for `raw` = W x [B, T, G], see `_inputs`."""
+        start = position if isinstance(position, Tensor) else None
+        steps = 1 + torch.tanh(self.position_rate * raw)
+        if group is not None:
+            start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
+        return rotary_positions(steps, start)
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}

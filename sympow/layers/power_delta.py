@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions
+from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions, Projections
 from sympow.layers.base import any_weight, state_options
 from sympow.layers.float32_linear import Float32Linear, linears_float32
 from sympow.layers.initial import MOST_BIAS, gate_biases
@@ -21,6 +21,7 @@ from sympow.layers.state import Device, DType, MixerState
 from sympow.ops import power_delta_rule, power_delta_rule_step
 from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.fused.step_products import LOG_SIGMOID, SIGMOID
 from sympow.ops.fused.unit_heads import unit_heads
 from sympow.ops.power import check_options
 from sympow.ops.types import check_flags
@@ -132,8 +133,30 @@ class PowerDeltaAttention(AttentionMixer):
 
     @override
     def mix_step(self, x: Tensor, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
-        inputs, position = self._inputs(x, state.position), state.position + x.shape[1]
-        if x.shape[1] == 1 and not torch.is_grad_enabled():
+        return self._continued(self._inputs(x, state.position), state, state.position + x.shape[1])
+
+    @override
+    def narrow_maps(self) -> list[tuple[Float32Linear, int, float]]:
+        maps = ((self.gate, LOG_SIGMOID, 1.0), (self.strength, SIGMOID, self.beta_max))
+        return [(linear, function, factor) for linear, function, factor in maps if linear is not None]
+
+    @override
+    def position_of(self, state: PowerDeltaState) -> int | Tensor:
+        return state.position
+
+    @override
+    def mix_few(self, projections: Projections, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
+        numbers, position = list(projections.numbers), projections.position
+        log_g = None if self.gate is None else numbers.pop(0)
+        heads = self.turned_heads(projections.qkv, state.position, projections.turned)
+        inputs = self._inputs_of(heads, numbers.pop(0) if numbers else None, log_g)
+        return self._continued(inputs, state, state.position + 1 if position is None else position)
+
+    def _continued(
+        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], state: PowerDeltaState, position: Any
+    ) -> tuple[Tensor, PowerDeltaState]:
+        """Continues a state by what `_inputs` returns; `position` is that of the next token."""
+        if inputs[0].shape[1] == 1 and not torch.is_grad_enabled():
             options: dict[str, Any] = {"p": self.p, "qk_norm": not self.offset, "inplace": True}
             y, memory = power_delta_rule_step(*inputs, state=state.memory, **options)
         else:
@@ -168,14 +191,19 @@ class PowerDeltaAttention(AttentionMixer):
         linears = [linear for linear in (self.gate, self.strength) if linear is not None]
         numbers = list(linears_float32(linears, x)) if linears else []
         log_g = None if self.gate is None else F.logsigmoid(numbers.pop(0))
-        q, k, v = self.rotated_heads(x, position)
+        beta = self.beta_max * torch.sigmoid(numbers.pop(0)) if numbers else None
+        return self._inputs_of(self.rotated_heads(x, position), beta, log_g)
+
+    def _inputs_of(
+        self, heads: tuple[Tensor, Tensor, Tensor], beta: Tensor | None, log_g: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns `_inputs` of rotated heads and of the learned beta, None for one that is not learned."""
+        q, k, v = heads
         if self.offset:
             q, k = map(self._with_offset, unit_heads(q[..., :-1], k[..., :-1]))
-        if self.beta is None:
-            beta = self.beta_max * torch.sigmoid(numbers.pop(0))
-        else:
+        if beta is None:
             beta = torch.full(
-                k.shape[:3], self.beta, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+                k.shape[:3], self.beta or 0.0, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device
             )
         if max(self.beta or 0.0, self.beta_max) > MOST_ROUNDED and k.dtype.itemsize == 2:
             beta = beta.clamp(max=MOST_ROUNDED)

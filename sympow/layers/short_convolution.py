@@ -68,7 +68,7 @@ class DepthwiseConvolution(nn.Module):
         With `context_group` x is this rank's part of a row, and the tokens before it come from the rank before.
         """
         past = None if context_group is None else previous_tokens(x, self.width - 1, context_group)
-        return short_convolution(x, self.weight, self._offset(), past=past, cu_seqlens=cu_seqlens)
+        return short_convolution(x, self.weight, self.offset(), past=past, cu_seqlens=cu_seqlens)
 
     def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
         """Returns the k - 1 inputs before the first token, zeros [B, k - 1, C]."""
@@ -83,15 +83,16 @@ class DepthwiseConvolution(nn.Module):
         """
         if x.shape[1] <= _FEW and not torch.is_grad_enabled():
             check_writable(past)
-            return short_convolution_step(x, past, self.weight, self._offset()), past
-        y = short_convolution(x, self.weight, self._offset(), past=past)
+            return short_convolution_step(x, past, self.weight, self.offset()), past
+        y = short_convolution(x, self.weight, self.offset(), past=past)
         return y, _last(x, past, x.shape[1])
 
     def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
         """Maps as `step` does; after(n) of the second result is the state after n tokens, see `Mixer.try_step`."""
         return self.step(x, past.clone())[0], lambda n: _last(x, past, n)
 
-    def _offset(self) -> Tensor:
+    def offset(self) -> Tensor:
+        """Returns the bias [C], zeros if there is none."""
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def state_size(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.attention import AttentionMixer, HeadOptions, Projections
 from sympow.layers.base import any_weight, state_options
 from sympow.layers.cache import KVCache, capacity, reads_rows
 from sympow.layers.documents import document_operator
@@ -23,6 +23,7 @@ from sympow.layers.initial import gate_biases
 from sympow.layers.state import After, Device, DType, MixerState
 from sympow.ops.availability import check_float64, concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
+from sympow.ops.fused.step_products import LOG_SIGMOID
 from sympow.ops.running_sums import sums_so_far
 from sympow.ops.types import check_flags
 
@@ -88,15 +89,36 @@ class GatedScores(AttentionMixer):
 
         Raises TypeError for a state with a gate if the layer has none, and the other way round.
         """
+        heads = self.rotated_heads(x, self.position_of(state))
+        return self.heads_in(state, heads, None if self.gate is None else F.logsigmoid(self.gate(x)))
+
+    @override
+    def narrow_maps(self) -> list[tuple[Float32Linear, int, float]]:
+        return [] if self.gate is None else [(self.gate, LOG_SIGMOID, 1.0)]
+
+    @override
+    def position_of(self, state: Any) -> int | Tensor:
+        """Returns the tokens in a cache. Raises TypeError for a state with a gate if the layer has none, and so on."""
         if isinstance(state, GatedCache) != (self.gate is not None):
             one, other = ("out", "one") if self.gate is not None else ("", "none")
             raise TypeError(f"the state was made by a layer with{one} a gate; this one has {other}")
-        if self.gate is None:
-            q, k, v = self.rotated_heads(x, state.length)
+        return state.length if self.gate is None else state.cache.length
+
+    def heads_of_projections(
+        self, projections: Projections, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor | None]:
+        """Returns `heads_of_step` of a token whose projections are given."""
+        heads = self.turned_heads(projections.qkv, self.position_of(state), projections.turned)
+        return self.heads_in(state, heads, next(iter(projections.numbers), None))
+
+    def heads_in(
+        self, state: Any, heads: tuple[Tensor, Tensor, Tensor], log_g: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor | None]:
+        """Returns `heads_of_step` of rotated heads [B, T', H or G, K or V] and gates [B, T', G]."""
+        q, k, v = heads
+        if log_g is None:
             return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state, None
-        cache = state.cache
-        q, k, v = self.rotated_heads(x, cache.length)
-        sums = sums_so_far(limited(F.logsigmoid(self.gate(x))), state.log_sum)
+        cache, sums = state.cache, sums_so_far(limited(log_g), state.log_sum)
         q, k = gated_queries(q.to(cache.k.dtype)), gated_keys(k.to(cache.k.dtype), sums)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache, sums
 
@@ -143,12 +165,22 @@ class SoftmaxAttention(GatedScores):
 
     @override
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
-        y, _, cache, sums = self._stepped(x, state)
+        return self._held(self._stepped(self.heads_of_step(x, state), x.dtype))
+
+    @override
+    def mix_few(self, projections: Projections, state: Any) -> tuple[Tensor, KVCache | GatedCache]:
+        heads = self.heads_of_projections(projections, state)
+        return self._held(self._stepped(heads, projections.qkv.dtype))
+
+    @staticmethod
+    def _held(stepped: tuple[Tensor, KVCache, KVCache, Tensor | None]) -> tuple[Tensor, KVCache | GatedCache]:
+        """Returns the heads' outputs and the state after what `_stepped` has read."""
+        y, _, cache, sums = stepped
         return y, cache if sums is None else GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
 
     @override
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        y, before, cache, sums = self._stepped(x, state)
+        y, before, cache, sums = self._stepped(self.heads_of_step(x, state), x.dtype)
         if sums is None:
             return y, partial(_cut, before, cache)
         sums = torch.cat([state.log_sum[:, None], sums], dim=1)
@@ -162,13 +194,15 @@ class SoftmaxAttention(GatedScores):
     def training_flops(self, time: int) -> int:
         return both_ways(time, self)
 
-    def _stepped(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache, KVCache, Tensor | None]:
-        """Returns the heads' outputs, the cache before and after the step, and the sums of `heads_of_step`."""
-        q, k, v, before, sums = self.heads_of_step(x, state)
+    def _stepped(
+        self, heads: tuple[Tensor, Tensor, Tensor, Any, Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, KVCache, KVCache, Tensor | None]:
+        """Returns the heads' outputs, the cache before and after the step, and the sums, of `heads_of_step`."""
+        q, k, v, before, sums = heads
         cache = before.extend(k, v)
-        with nullcontext() if sums is None else without_autocast(x):  # it would round the sums in the keys
+        with nullcontext() if sums is None else without_autocast(q):  # it would round the sums in the keys
             y = self.attend_in(cache, q)
-        return y.transpose(1, 2).to(x.dtype), before, cache, sums
+        return y.transpose(1, 2).to(dtype), before, cache, sums
 
 
 def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> int:

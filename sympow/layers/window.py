@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sympow.layers.attention import HeadOptions
+from sympow.layers.attention import HeadOptions, Projections
 from sympow.layers.cache import WindowCache, capacity
 from sympow.layers.documents import document_operator
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
@@ -82,10 +82,20 @@ class WindowAttention(GatedScores):
     def mix_step(
         self, x: Tensor, state: WindowCache | GatedWindowCache
     ) -> tuple[Tensor, WindowCache | GatedWindowCache]:
-        q, k, v, cache, sums = self.heads_of_step(x, state)
-        with nullcontext() if sums is None else without_autocast(x):  # it would round the sums in the keys
+        return self._mixed(self.heads_of_step(x, state), x.dtype)
+
+    @override
+    def mix_few(self, projections: Projections, state: Any) -> tuple[Tensor, WindowCache | GatedWindowCache]:
+        return self._mixed(self.heads_of_projections(projections, state), projections.qkv.dtype)
+
+    def _mixed(
+        self, heads: tuple[Tensor, Tensor, Tensor, Any, Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, WindowCache | GatedWindowCache]:
+        """Returns `mix_step` of what `heads_of_step` returns."""
+        q, k, v, cache, sums = heads
+        with nullcontext() if sums is None else without_autocast(q):  # it would round the sums in the keys
             y, cache = self._continued(cache, q, k, v)
-        return y.transpose(1, 2).to(x.dtype), cache if sums is None else GatedWindowCache(cache, sums[:, -1].clone())
+        return y.transpose(1, 2).to(dtype), cache if sums is None else GatedWindowCache(cache, sums[:, -1].clone())
 
     @override
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:

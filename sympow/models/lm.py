@@ -18,15 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 from sympow.fields import check_integer
 from sympow.layers import MixerState
-from sympow.layers.base import refuse_other_kinds
+from sympow.layers.base import is_product, refuse_other_kinds
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import After, Device, DType, check_batch, check_room, of_tried
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
+from sympow.models.norms import kernel_norm
 from sympow.ops.availability import has_values
 from sympow.ops.cost import counted
+from sympow.ops.fused.step_products import Product, step_products, takes_step
 from sympow.ops.memory import check_memory
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
@@ -271,7 +273,7 @@ class LanguageModel(nn.Module):
         for block, before in zip(self.blocks, state.layers, strict=True):
             x, after = block.step(x, before, tokens)
             layers.append(after)
-        return self._head(self.final_norm(x[:, -1])), ModelState(layers)
+        return self._last_logits(x), ModelState(layers)
 
     @torch.no_grad()
     def try_step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, After]:
@@ -347,6 +349,14 @@ class LanguageModel(nn.Module):
 
     def _head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head_weight)
+
+    def _last_logits(self, x: Tensor) -> Tensor:
+        """Returns the logits [B, vocab_size] after the last of the tokens x [B, T, d]."""
+        norm, weight = kernel_norm(self.final_norm), self.head_weight
+        plain = norm is not None and (self.head is None or is_product(self.head))
+        if norm is None or not plain or not takes_step(x, (norm.weight, norm.bias, weight)):
+            return self._head(self.final_norm(x[:, -1]))
+        return step_products(x, Product(weight), norm=norm).first[:, -1]
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self._head(hidden)

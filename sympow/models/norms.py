@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sympow.ops.fused.step_products import Norm
+
 
 class LayerNorm(nn.LayerNorm):
     """Computes a LayerNorm that can be compiled alone. torch.compile skips a forward whose code is in torch.nn."""
@@ -45,3 +47,11 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Returns the options that `repr` of the module shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def kernel_norm(norm: nn.Module) -> Norm | None:
+    """Returns what a kernel computes for a norm; None for one that is not of this file, or that has hooks."""
+    if not isinstance(norm, LayerNorm | RMSNorm) or norm._forward_hooks or norm._forward_pre_hooks:
+        return None
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return Norm(norm.weight, bias, norm.eps, isinstance(norm, LayerNorm))

@@ -15,10 +15,12 @@ from typing_extensions import override
 
 from sympow.layers import MixerState, make_mixer
 from sympow.layers.auxiliary import auxiliary_losses, collecting
-from sympow.layers.base import Mixer
+from sympow.layers.base import Mixer, is_product
 from sympow.layers.initial import init_linear
 from sympow.layers.state import After, Device, DType, RowStates
 from sympow.models.config import ModelConfig
+from sympow.models.norms import kernel_norm
+from sympow.ops.fused.step_products import Product, step_products, takes_step
 
 
 class Block(nn.Module, ABC):
@@ -115,7 +117,12 @@ class PreNormBlock(Block):
         layer: 0, 1, ...
         hidden: width of the output of the first linear map of the MLP; 0 for a block without MLP.
         bias: biases in the MLP.
+
+    Attributes:
+        step_function: the nonlinearity of the MLP, as a function of `sympow.ops.fused.step_products`.
     """
+
+    step_function: ClassVar[int]
 
     def __init__(self, config: ModelConfig, layer: int, *, hidden: int, bias: bool):
         super().__init__()
@@ -129,8 +136,13 @@ class PreNormBlock(Block):
 
     @override
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
-        y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
-        return self.with_mlp(x + y), state
+        norm = kernel_norm(self.mixer_norm)
+        if norm is not None and not isinstance(state, RowStates) and self.mixer.steps_in_block(x):
+            x, state = self.mixer.step_in_block(x, norm, state)
+        else:
+            y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
+            x = x + y
+        return self._stepped_mlp(x), state
 
     @override
     def try_step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
@@ -157,6 +169,17 @@ class PreNormBlock(Block):
     def mlp(self, x: Tensor) -> Tensor:
         """Computes the MLP's output for x [B, T, d], which contains the mixer's output, in a block with an MLP."""
         return self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x)))
+
+    def _stepped_mlp(self, x: Tensor) -> Tensor:
+        """Computes `with_mlp` of a step; where kernels take it, by one kernel for each product."""
+        norm = kernel_norm(self.mlp_norm) if self.has_mlp else None
+        if norm is None or not (is_product(self.mlp_in) and is_product(self.mlp_out)):
+            return self.with_mlp(x)
+        into, out = (Product(linear.weight, linear.bias) for linear in (self.mlp_in, self.mlp_out))
+        if not takes_step(x, (norm.weight, norm.bias, *into[:2], *out[:2])):
+            return self.with_mlp(x)
+        hidden = step_products(x, into._replace(function=self.step_function), norm=norm).first
+        return step_products(hidden, out, residual=x).first
 
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
         return self.with_mlp(x + self._mixed(x, cu_seqlens, tokens))

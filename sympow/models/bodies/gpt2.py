@@ -12,6 +12,7 @@ from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
 from sympow.ops.availability import dtype_in_products, has_kernels
 from sympow.ops.fused.gelu_linear import gelu_linear
+from sympow.ops.fused.step_products import GELU
 
 
 class GPT2Block(PreNormBlock):
@@ -26,6 +27,7 @@ class GPT2Block(PreNormBlock):
     """
 
     norms_embedding = True
+    step_function = GELU
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer, hidden=config.mlp_width, bias=True)

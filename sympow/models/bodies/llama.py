@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from sympow.models.bodies.base import PreNormBlock
 from sympow.models.config import ModelConfig
 from sympow.models.norms import RMSNorm
+from sympow.ops.fused.step_products import SWIGLU
 
 
 class LlamaBlock(PreNormBlock):
@@ -25,6 +26,7 @@ class LlamaBlock(PreNormBlock):
     """
 
     norms_embedding = False
+    step_function = SWIGLU
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer, hidden=2 * config.mlp_width, bias=False)

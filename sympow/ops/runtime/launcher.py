@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -458,6 +458,25 @@ def padded_key_dim(key_dim: int) -> int:
 def processors(device: torch.device) -> int:
     """Returns the number of SMs of a GPU; a few for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache(maxsize=8)
+def ahead(device: torch.device) -> dict[str, Any]:
+    """Returns the arguments of a kernel that may start before the kernel before has ended, by `gdc_wait` (PDL).
+
+    That is so on NVIDIA GPUs since Hopper. Such a kernel waits before it reads what another kernel has written, and
+    before it writes anything.
+    """
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    allowed = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"AHEAD": True, "launch_pdl": True} if allowed else {"AHEAD": False}
+
+
+@lru_cache(maxsize=8)
+def shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program can have: 64 KB where a device does not tell."""
+    about = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(about, "shared_memory_per_block_optin", 64 << 10)
 
 
 def sharing(rows: int, blocks: int, programs: int, device: torch.device) -> int:

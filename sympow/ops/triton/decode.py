@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.feature_map import multinomials, spow_indices
-from sympow.ops.runtime.launcher import ceil_div, launch, next_power_of_2, operator
+from sympow.ops.runtime.launcher import ahead, ceil_div, launch, next_power_of_2, operator
 from sympow.ops.triton.plan import Decoding, decoding
 from sympow.ops.triton.primitives import power
 
@@ -128,9 +128,13 @@ def decode(
     FOLDED: tl.constexpr,  # tokens of the tail that are folded together
     RANKS: tl.constexpr,  # parts that are added together
     NORMALIZE: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether it is launched before the kernel before has ended
 ):
     """Decodes one token. Grid: SPLITS + R programs for each key/value head; each of the last R reads the tail for one
     query head."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pair = tl.program_id(0) // (SPLITS + R)  # of a sequence and a key/value head
     part = tl.program_id(0) % (SPLITS + R)
     n = tl.cast(pair, tl.int64)
@@ -305,7 +309,7 @@ def power_decode(
     numbers |= {"WIDTH": width, "COLUMNS": columns, "HEADS": packed, "SPOTS": next_power_of_2(capacity)}
     numbers |= {"ROWS": plan.rows, "TOKENS": plan.tokens, "SPLITS": plan.splits, "LANES": plan.lanes}
     numbers |= {"STAGES": plan.stages, "FOLDED": plan.folded, "RANKS": plan.ranks}
-    numbers |= {"num_warps": plan.warps, "maxnreg": plan.registers}
+    numbers |= {"num_warps": plan.warps, "maxnreg": plan.registers} | ahead(q.device)
     grid = (pairs * (plan.splits + rows),)
     together = time if time <= capacity else 1
     with torch.cuda.device_of(q):
