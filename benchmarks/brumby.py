@@ -101,25 +101,30 @@ def read(model: LanguageModel, tokens: Tensor, chunk: int) -> ModelState:
     return state
 
 
-def slots_after(model: LanguageModel, tokens: Tensor) -> Slots:
-    """Returns slots for all rows of tokens [B, T], read one by one, so that one state more than B is in memory."""
-    slots = Slots(model, tokens.shape[0])
+def slots_after(model: LanguageModel, tokens: Tensor, most: int | None = None) -> Slots:
+    """Returns slots for all rows of tokens [B, T], read one by one, so that one state more than B is in memory.
+
+    They have room for `most` tokens in caches that grow.
+    """
+    slots = Slots(model, tokens.shape[0], most)
     for row in tokens.split(1):
         slots.put(read(model, row, tokens.shape[1]), tokens.shape[1])
     return slots
 
 
-def checked_slots(model: LanguageModel, batch: int) -> tuple[Slots, float]:
+def checked_slots(model: LanguageModel, batch: int, prompt: int = PROMPT, more: int = 0) -> tuple[Slots, float]:
     """Returns slots for a batch, and the relative error in norm of their first steps, against one forward.
+
+    Each sequence has a prompt of so many tokens, and caches that grow have room for `more` tokens.
 
     Raises RuntimeError where the error is too large for the steps to be timed.
     """
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
-    shape, generator = (batch, PROMPT + CHECKED), torch.Generator().manual_seed(1)
+    shape, generator = (batch, prompt + CHECKED), torch.Generator().manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
-    slots = slots_after(model, tokens[:, :PROMPT])
-    found = torch.stack([slots.step(token).clone() for token in tokens[:, PROMPT:].unbind(1)], 1).float()
-    expected = torch.cat([model(row)[:, PROMPT:] for row in tokens.split(1)]).float()
+    slots = slots_after(model, tokens[:, :prompt], prompt + CHECKED + more)
+    found = torch.stack([slots.step(token).clone() for token in tokens[:, prompt:].unbind(1)], 1).float()
+    expected = torch.cat([model(row)[:, prompt:] for row in tokens.split(1)]).float()
     wrong = ((found - expected).norm() / expected.norm()).item()
     # Roundings of the layers are independent of each other, and there are some ten in each.
     bound = (10 * model.config.n_layers) ** 0.5 * torch.finfo(dtype).eps
@@ -128,13 +133,23 @@ def checked_slots(model: LanguageModel, batch: int) -> tuple[Slots, float]:
     return slots, wrong
 
 
-def decoding(model: LanguageModel, batch: int, copy_ms_per_byte: float, device: str) -> dict[str, Any]:
-    """Returns the fields of a row of decoding; copying a byte reads it and writes it."""
+def decoding(
+    model: LanguageModel,
+    batch: int,
+    copy_ms_per_byte: float,
+    device: str,
+    prompt: int = PROMPT,
+    written: float | None = None,
+) -> dict[str, Any]:
+    """Returns the fields of a row of decoding; copying a byte reads it and writes it.
+
+    `written` is the share of the states that a step writes; None: that of states with a tail.
+    """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    slots, wrong = checked_slots(model, batch)
-    one = model.init_state(1)
-    capacity, state = room(one), one.nbytes * batch
+    capacity = room(model.init_state(1))
+    slots, wrong = checked_slots(model, batch, prompt, TURNS * capacity)
+    state = slots.equal().nbytes
     token = torch.zeros(batch, dtype=torch.int64, device=device)
     times = []
     for _ in range(TURNS):
@@ -145,8 +160,9 @@ def decoding(model: LanguageModel, batch: int, copy_ms_per_byte: float, device: 
         synchronize(device)
         times.append((time.perf_counter() - start) * 1e3 / capacity)
     ms = statistics.median(times)
-    weights = sum(each.nbytes for each in model.parameters()) - model.embedding.weight.nbytes
-    least = weights + state * (1 + 1 / capacity)
+    weights = sum(each.nbytes for each in model.parameters())
+    weights -= 0 if model.head is None else model.embedding.weight.nbytes  # a step reads a few rows of it
+    least = weights + state * (1 + (1 / capacity if written is None else written))
     floor = least * copy_ms_per_byte / 2
     return (
         {"what": "decoding", "rows": batch, "tokens": TURNS * capacity, "ms_per_token": round(ms, 4)}

@@ -1,10 +1,11 @@
 """Times decoding after short and long contexts: `python -m benchmarks.decoding --csv FILE`.
 
-With `--device cuda` a step of the op is timed, see `decoding_gpu.py`. Otherwise, and with `--models`, whole models are
-timed: the same model with power attention, with and without its block, in the published form without and with a gate
-and a learned rotation ([CST], appendix A.5), and with softmax attention. Before a model is timed, a step is checked
-against the full forward at the shortest context. One token after each context is decoded in every round, so that other
-load on the machine affects all contexts alike. Contexts up to WHOLE tokens are also read in one forward pass.
+With `--device cuda` a step of the op is timed, see `decoding_gpu.py`; `decoding_models.py` times models there.
+Otherwise whole models are timed: the same model with power attention, with and without its block, in the published
+form without and with a gate and a learned rotation ([CST], appendix A.5), and with softmax attention. Before a model
+is timed, a step is checked against the full forward at the shortest context. One token after each context is decoded
+in every round, so that other load on the machine affects all contexts alike. Contexts up to WHOLE tokens are also
+read in one forward pass.
 """
 
 from __future__ import annotations
@@ -153,14 +154,13 @@ def forward_ms(model: LanguageModel, context: int) -> float:
 
 def main() -> None:
     parser = options("benchmarks.decoding", __doc__)
-    parser.add_argument("--models", action="store_true", help="time models on a GPU as well, not the op")
     parser.add_argument("--preset", default="tiny", help="shape of the models (default: tiny)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
     told = " ".join(map(str, CONTEXTS))
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help=f"(default: {told})")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
-    if args.device == "cuda" and not args.models:
+    if args.device == "cuda":
         keep(args.csv, map(decoding_gpu.measure, decoding_gpu.CASES), decoding_gpu.line)
         return
     torch.set_num_threads(args.threads)

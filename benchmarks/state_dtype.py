@@ -39,9 +39,12 @@ def joined(documents: Documents, count: int) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)[None, :count])
 
 
+NO_TAIL = 64  # tokens, where no state has a tail
+
+
 def room(state: ModelState) -> int:
     """Returns a number of tokens that every tail of a state has room for."""
-    return min(x.capacity for layer in state.layers for x in _decoding_states(layer))
+    return min((x.capacity for layer in state.layers for x in _decoding_states(layer)), default=NO_TAIL)
 
 
 def _decoding_states(state: object) -> list[DecodingState]:

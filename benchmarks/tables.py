@@ -93,14 +93,11 @@ def positions_table(rows: list[dict]) -> str:
 
 def decoding_table(rows: list[dict]) -> str:
     """Returns a row for each mixer and context."""
-    lines = [[row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
-             for row in rows]  # fmt: skip
-    heading = "mixer | context | ms a token | state, bytes"
-    if "forward_ms" in rows[0]:
-        heading += " | forward of the context, ms"
-        lines = [[*cells, "" if row["forward_ms"] is None else f"{row['forward_ms']:,.0f}"]
-                 for cells, row in zip(lines, rows, strict=True)]  # fmt: skip
-    return titled(heading, lines, rows)
+    lines = []
+    for row in rows:
+        cells = [row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
+        lines.append([*cells, "" if row["forward_ms"] is None else f"{row['forward_ms']:,.0f}"])
+    return titled("mixer | context | ms a token | state, bytes | forward of the context, ms", lines, rows)
 
 
 def gpu_table(rows: list[dict]) -> str:
@@ -184,6 +181,25 @@ def brumby_table(rows: list[dict]) -> str:
     about = f"{row['parameters']:,} parameters in {row['dtype']}, states in float32; a copy at {', '.join(copies)} GB/s"
     heading = " | ms a token | tokens/s | least GB a step | GB/s | share of a copy | peak of memory, GB"
     return titled(heading, lines, rows, about)
+
+
+def decoding_models_table(rows: list[dict]) -> str:
+    """Returns a row for each mixer and number of sequences, with the dtypes side by side."""
+    cases: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["mixer"], row["rows"]), {})[row["dtype"]] = row
+    lines = []
+    for (mixer, batch), found in cases.items():
+        cells = [mixer, f"{batch}"]
+        for dtype in ("bfloat16", "float32"):
+            row = found[dtype]
+            cells += [f"{row['ms_per_token']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['share_of_floor']:.0%}"]
+        lines.append(cells)
+    row = rows[0]
+    copies = dict.fromkeys(f"{row['copy_gb_per_s']:,}" for row in rows)
+    about = f"preset {row['preset']!r}, {row['vocabulary']:,} tokens; a copy at {', '.join(copies)} GB/s"
+    each = "ms a token | tokens/s | of a copy"
+    return titled(f"mixer | sequences | bfloat16: {each} | float32: {each}", lines, rows, about)
 
 
 def speculation_table(rows: list[dict]) -> str:
@@ -331,7 +347,7 @@ TABLES = {
     "host_h200.csv": host_table,
     "decoding_cpu.csv": decoding_table,
     "decoding_h200.csv": decoding_gpu_table,
-    "decoding_models_h200.csv": decoding_table,
+    "decoding_models_h200.csv": decoding_models_table,
     "brumby_gpu.csv": brumby_table,
     "speculation_cpu.csv": speculation_table,
     "context_rounding_cpu.csv": rounding_table,

@@ -27,7 +27,8 @@ OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.del
                  "sympow.ops.delta_solve", "sympow.ops.delta_types", "sympow.ops.delta_reference",
                  "sympow.ops.eager_operators")  # fmt: skip
 OTHER_DELTA_RULE = "gated[ _-]delta[_-]?net"  # names of the mixer with the kernels of flash-linear-attention
-OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
+OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step", "sympow.ops.fused.step_products", "sympow.ops.fused.few_rows",
+            "sympow.ops.fused.more_rows")  # fmt: skip
 ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
@@ -36,6 +37,8 @@ NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm
 # Files of results that measure the host: calls with the same kernels and results may take another time there.
 OF_HOST = ("host_*", "ops_cpu.csv", "decoding_cpu.csv", "serving_cpu.csv", "serving_load_cpu.csv",
            "speculation_cpu.csv", "context_restore_cpu.csv")  # fmt: skip
+# Files of results that time whole models while they generate: equal calls of the op say nothing of them.
+OF_GENERATING = ("decoding_models_*", "hf_generate_*", "serving_*", "brumby_*")
 SAME = ROOT / "benchmarks" / "results" / "same.csv"  # of `benchmarks.same`: versions with the same kernels and results
 
 # Finds comments faster than `tokenize` does. Strings are found too, because a "#" in them begins no comment.
@@ -44,11 +47,12 @@ STRING_OR_COMMENT = re.compile(r"""('{3}|"{3}|'|")(?:\\.|[^\\])*?\1|#[^\n]*""", 
 
 class Part(NamedTuple):
     """Describes the code that a row measured: a part of `sympow`, what of it the row does not run, and whether the row
-    measures the host."""
+    measures the host, or a model that generates."""
 
     name: str
     not_run: tuple[str, ...] = ()
     of_host: bool = False
+    of_generating: bool = False
 
 
 def part_of(name: str, row: Mapping[str, Any]) -> Part:
@@ -61,7 +65,7 @@ def part_of(name: str, row: Mapping[str, Any]) -> Part:
     """
     processor, path = row.get("processor"), Path(name)
     on_cpu = not processor.startswith("NVIDIA") if processor else path.stem.endswith("_cpu")
-    of_host = any(fnmatch(name, pattern) for pattern in OF_HOST)
+    of_host, of_generating = (any(fnmatch(name, at) for at in patterns) for patterns in (OF_HOST, OF_GENERATING))
     if on_cpu:
         return Part(PARTS["cpu"], of_host=of_host)
     not_run: set[str] = set()
@@ -70,7 +74,7 @@ def part_of(name: str, row: Mapping[str, Any]) -> Part:
         not_run.update(OF_DELTA_RULE)
     if any(fnmatch(name, pattern) for pattern in NO_STEPS):
         not_run.update(OF_STEPS)
-    return Part(PARTS["cuda"], tuple(sorted(not_run)), of_host)
+    return Part(PARTS["cuda"], tuple(sorted(not_run)), of_host, of_generating)
 
 
 def is_present(part: Part, commit: str, code: str | None) -> bool:
@@ -104,6 +108,8 @@ def _same_versions(part: Part) -> list[str | None]:
         return found
     for at in found:  # grows while it is read
         for line in same_lines(part.name):
+            if part.of_generating and line.get("generations_different") not in (None, "", "0"):
+                continue
             own, base = (line["commit"], line["code"]), (line["base"], line["base_code"])
             for (commit, code), (other, other_code) in ((own, base), (base, own)):
                 if other in found or other_code != code_hash(part.name, other):

@@ -67,6 +67,14 @@ def present(monkeypatch, tmp_path):
 TO_C = {"base": "b", "base_code": "of b", "commit": "c", "code": "of c"}
 
 
+def test_a_line_in_which_only_generation_differs_holds_for_rows_that_do_not_generate(present):
+    other = TO_C | {"generations_different": 3}
+    assert present(other, commit="b") and present(other, name="decoding_h200.csv", commit="b")
+    assert not present(other, name="decoding_models_h200.csv", commit="b")
+    assert present(TO_C | {"generations_different": 0}, name="decoding_models_h200.csv", commit="b")
+    assert present(TO_C, name="decoding_models_h200.csv", commit="b")
+
+
 def test_rows_hold_for_versions_with_the_same_results(present):
     assert present(TO_C, commit="b") and present({}, TO_C) and present(TO_C, {})
     assert present({"base": "c", "base_code": "of c", "commit": "a", "code": "of a"})
