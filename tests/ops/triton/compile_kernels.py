@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.fused import step_products
 from sympow.ops.fused.cross_entropy import cross_entropy_of_rows
 from sympow.ops.fused.float32_linear import float32_linear_backward, fused_float32_linear
 from sympow.ops.fused.gated_norm import fused_gated_norm, gated_norm_backward
@@ -44,12 +45,15 @@ from sympow.ops.fused.short_convolution import (
     fused_short_convolution_step,
     short_convolution_backward,
 )
+from sympow.ops.fused.step_products import GELU, LOG_SIGMOID, SWIGLU, Norm, Product, Shift, Taps, Turn
+from sympow.ops.fused.step_products import step_products as multiply
 from sympow.ops.fused.unit_heads import fused_unit_heads, unit_heads_backward
-from sympow.ops.triton import context_parallel, delta_step, plan, segments
+from sympow.ops.triton import context_parallel, decode, delta_step, plan, segments
 from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
+AHEAD = {"AHEAD": True, "launch_pdl": True}  # of kernels that Hopper launches before the kernel before has ended
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
          torch.int64: "*i64"}  # fmt: skip
 
@@ -151,11 +155,12 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     return [launch for launch in recorded if launch[0].__name__ in names]
 
 
-def decoding_launches(key_dim: int) -> list[tuple]:
+def decoding_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of a gated step: a batch of one, also of two tokens, and one with many heads, in bfloat16 and float32, and heads
     that share."""
     shapes = ((1, 2, 2, torch.bfloat16), (4, 1, 2, torch.float32), (4, 1, 12, torch.bfloat16))
-    with recording() as recorded:
+    early = mock.patch.object(decode, "ahead", lambda device: AHEAD if hopper else {"AHEAD": False})
+    with early, recording() as recorded:
         for batch, time, heads, dtype in shapes:
             before = PowerState.zeros(batch, 2, key_dim, key_dim)
             state = DecodingState.from_state(before, dtype=dtype)
@@ -210,6 +215,31 @@ def block_launches() -> list[tuple]:
             gelu_linear_backward(x[0], hidden, bias, weight)
         x, weight = torch.empty(2048, 768, dtype=torch.bfloat16), torch.empty(12, 768)
         float32_linear_backward(fused_float32_linear(x, weight), x, weight)
+    return recorded
+
+
+def step_product_launches(hopper: bool) -> list[tuple]:
+    """Of the projections, the output and the MLP of a layer, for a few rows and for many, in bfloat16 and float32."""
+    early = mock.patch.object(step_products, "ahead", lambda device: AHEAD if hopper else {"AHEAD": False})
+    memory = mock.patch.object(step_products, "shared_memory", lambda device: (227 if hopper else 64) << 10)
+    sms = mock.patch.object(step_products, "processors", lambda device: 132)
+    with early, memory, sms, recording() as recorded:
+        for batch, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (1, torch.float32)):
+            x, hidden = torch.empty(batch, 1, 768, dtype=dtype), torch.empty(batch, 1, 3072, dtype=dtype)
+            wide, weight, bias = (torch.empty(*size, dtype=dtype) for size in ((3072, 768), (768, 768), (768,)))
+            norm = Norm(bias, bias, 1e-5, True)
+            taps = Taps(torch.empty(768, 4, dtype=dtype), bias, torch.empty(batch, 3, 768, dtype=dtype))
+            turn = Turn(torch.zeros(batch, dtype=torch.int64), torch.empty(32, dtype=torch.float64), 1536)
+            gates = Product(weight[:12], bias[:12], function=LOG_SIGMOID)
+            first = Product(torch.empty(2304, 768, dtype=dtype), torch.empty(2304, dtype=dtype))
+            found = multiply(x, first, Product(weight), [gates], norm=norm, taps=taps, turn=turn)
+            shift = None if found.inputs is None else Shift(taps.past, found.inputs)
+            heads = Norm(bias[:64], None, 1e-6, False)
+            multiply(x, Product(weight, bias), norm=heads, gate=x, residual=x, shift=shift)
+            multiply(x, Product(wide, hidden[0, 0], function=GELU), norm=norm)
+            multiply(x, Product(wide, function=SWIGLU), norm=Norm(bias, None, 1e-5, False))
+            multiply(hidden, Product(wide.view(768, 3072), bias), residual=x)
+            multiply(x, Product(torch.empty(50257, 768, dtype=dtype)), norm=norm)
     return recorded
 
 
@@ -326,7 +356,7 @@ def main() -> None:
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
         if key_dim > 32:  # a smaller K needs fewer registers
-            steps = (*decoding_launches(key_dim), *delta_step_launches(key_dim))
+            steps = (*decoding_launches(key_dim, hopper), *delta_step_launches(key_dim))
             others = (*context_launches(key_dim, hopper), *steps, *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
         launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
@@ -334,7 +364,7 @@ def main() -> None:
         launches += [(16, *launch) for launch in delta_launches(16, hopper)]
     for p, key_dim in ((2, 64), (3, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in launches_of_one_token(key_dim, p)]
-    launches += [(0, *launch) for launch in block_launches()]
+    launches += [(0, *launch) for launch in (*block_launches(), *step_product_launches(hopper))]
     if not hopper:
         launches = first_of_each(launches)
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 24), (4, 32)) if hopper else ():

@@ -27,7 +27,7 @@ def test_kernels_compile(target):
     passes |= {"decode", "correct", "turn_heads", "convolve", "convolve_backward", "convolve_step"}
     passes |= {"norm_gate", "norm_gate_backward", "token_losses", "narrow", "narrow_backward"}
     passes |= {"unit_vectors", "unit_vectors_backward"}
-    passes |= {"gelu", "gelu_backward", "column_sums"}
+    passes |= {"gelu", "gelu_backward", "column_sums", "few_rows", "prepare_rows", "more_rows"}
     assert passes <= {row["kernel"].rpartition(".")[2] for row in results}
     if target == "cuda":
         files = {"states_levels", "states", "output", "query_gradient", "key_gradient", "gradients_quadratic"}
