@@ -220,6 +220,7 @@ class _Compiled(NamedTuple):
     options: tuple
     separate: bool
     arguments: list  # None in place of tensors
+    early: tuple | None  # the options in a CUDA graph, for a kernel of `ahead`
     grid: tuple[int, ...]  # three
     device: int
     current_device: Callable[[], int]
@@ -254,8 +255,8 @@ class Launcher:
         compiled = self._compiled
         if compiled is None:
             return self._first(tensors)
-        (launch, options, separate, arguments, grid, device, current_device, current_stream, names, places, dtypes,
-         tiles, hooks) = compiled  # fmt: skip
+        (launch, options, separate, arguments, early, grid, device, current_device, current_stream, names, places,
+         dtypes, tiles, hooks) = compiled  # fmt: skip
         if _hooked(hooks) or current_device() != device:
             return self._first(tensors)
         if tuple(tensors) != names:
@@ -271,6 +272,8 @@ class Launcher:
                 return self._by_triton(tensors)
             arguments[place] = tiles[place](x) if place in tiles else address
         stream = current_stream(device)
+        if early is not None and torch.cuda.is_current_stream_capturing():
+            options = early
         if separate:
             launch(*grid, stream, *options, *arguments)
         else:
@@ -303,7 +306,11 @@ class Launcher:
             if x is not None and name in self._tiles:
                 arguments[name] = self._tiles[name].descriptor(x)
                 arguments[name].base = None  # otherwise x would live as long as this launcher
-        call = _by_driver(kernel, arguments) or _by_kernel(kernel, arguments)
+        call, early = _by_driver(kernel, arguments), None
+        if call is None:
+            call = _by_kernel(kernel, arguments)
+        elif self._arguments.get("AHEAD"):
+            early = (*call.options[:2], True, *call.options[3:])
         places = tuple(-1 if x is None else call.places[name] for name, x in tensors.items())
         dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
         tiles = {call.places[name]: make for name, make in call.tiles.items()}
@@ -313,7 +320,8 @@ class Launcher:
         if current is torch.cuda.current_device:  # which looks first whether torch has initialized the GPU
             current = torch._C._cuda_getDevice
         about = (grid, current(), current, active.get_current_stream)
-        self._compiled = _Compiled(*call[:4], *about, tuple(tensors), places, dtypes, tiles, triton.knobs.runtime)
+        of_tensors = (tuple(tensors), places, dtypes, tiles)
+        self._compiled = _Compiled(*call[:4], early, *about, *of_tensors, triton.knobs.runtime)
 
 
 class _Call(NamedTuple):
@@ -366,6 +374,7 @@ def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | 
             found += [None, *x.shape, *x.strides]
         else:
             found.append(x.data_ptr() if isinstance(x, Tensor) else x)
+    # The third is whether the kernel starts before the one before has ended.
     how, hooks, scratch = (kernel.function, run.launch_cooperative_grid, run.launch_pdl), (None,) * 3, (None,) * 2
     if not one_for_all:
         launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if tiles else run.launch
@@ -461,15 +470,15 @@ def processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=8)
-def ahead(device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of a kernel that may start before the kernel before has ended, by `gdc_wait` (PDL).
+def ahead(device: torch.device) -> dict[str, bool]:
+    """Returns the argument of a kernel that can start before the kernel before has ended, by `gdc_wait` (PDL).
 
-    That is so on NVIDIA GPUs since Hopper. Such a kernel waits before it reads what another kernel has written, and
-    before it writes anything.
+    That is so on NVIDIA GPUs since Hopper. Such a kernel waits before it reads what the kernel before has written, and
+    before it writes anything. A `Launcher` lets it start early in CUDA graphs only: there it may read weights before it
+    waits, because no kernel of a graph changes them. Elsewhere the kernel before may be the one that does.
     """
     nvidia = device.type == "cuda" and torch.version.hip is None
-    allowed = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"AHEAD": True, "launch_pdl": True} if allowed else {"AHEAD": False}
+    return {"AHEAD": nvidia and torch.cuda.get_device_capability(device) >= (9, 0)}
 
 
 @lru_cache(maxsize=8)

@@ -53,7 +53,7 @@ from sympow.ops.triton.adapt import attention, step_with_tail
 from sympow.ops.triton.delta import delta_rule
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-AHEAD = {"AHEAD": True, "launch_pdl": True}  # of kernels that Hopper launches before the kernel before has ended
+AHEAD = {"AHEAD": True}  # of kernels that Hopper can start before the kernel before has ended
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
          torch.int64: "*i64"}  # fmt: skip
 
