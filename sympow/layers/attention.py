@@ -323,7 +323,8 @@ class AttentionMixer(Mixer):
         if convolution is not None:
             behind = state.behind
             check_writable(state.past)
-            taps = Taps(convolution.weight, convolution.offset(), state.past)
+            past = state.past if state.past.stride(2) == 1 else state.past.contiguous()
+            taps = Taps(convolution.weight, convolution.offset(), past)
         position = self.position_of(behind)
         turn = None
         if self.q_norm is None and position is not None and self.rotation == "fixed":

@@ -117,6 +117,22 @@ def test_the_position_of_the_next_token(calls):
     assert [layer.behind.position.tolist() for layer in state.layers] == [[2, 6], [2, 6]]
 
 
+@torch.no_grad()
+def test_a_past_with_channels_apart(calls, monkeypatch):
+    """The past of a convolution may have any strides."""
+    model = model_of("power")
+    token = torch.ones(2, 1, dtype=torch.int64, device=DEVICE)
+    results = []
+    for apart in (False, True):
+        _, state = model.step(token, model.init_state(2))
+        for layer in state.layers:
+            layer.past = layer.past.transpose(1, 2).contiguous().transpose(1, 2) if apart else layer.past
+        for _ in range(2):
+            logits, state = model.step(token, state)
+        results.append(logits)
+    assert torch.equal(*results)
+
+
 def hooked(model):
     model.blocks[0].mixer.qkv.register_forward_hook(lambda module, given, result: result)
     return CALLS - 2  # the whole mixer
