@@ -22,13 +22,13 @@ ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 # Modules that the modules of a part import for other devices, or for graphs of plain torch. Its calls do not run them.
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.reference")}
 
-# Modules that only the delta rule runs, and those that only single steps run.
+# Modules that only the delta rule runs, those that only single steps run, and those that only steps of models run.
 OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.delta_step", "sympow.ops.delta_rule",
                  "sympow.ops.delta_solve", "sympow.ops.delta_types", "sympow.ops.delta_reference",
                  "sympow.ops.eager_operators")  # fmt: skip
 OTHER_DELTA_RULE = "gated[ _-]delta[_-]?net"  # names of the mixer with the kernels of flash-linear-attention
-OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step", "sympow.ops.fused.step_products", "sympow.ops.fused.few_rows",
-            "sympow.ops.fused.more_rows")  # fmt: skip
+OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
+OF_MODEL_STEPS = tuple(f"sympow.ops.fused.{name}" for name in ("step_products", "few_rows", "more_rows"))
 ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
 # Files of results whose programs do no single step: they train, or time calls of whole rows.
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
@@ -74,6 +74,8 @@ def part_of(name: str, row: Mapping[str, Any]) -> Part:
         not_run.update(OF_DELTA_RULE)
     if any(fnmatch(name, pattern) for pattern in NO_STEPS):
         not_run.update(OF_STEPS)
+    if not of_generating:
+        not_run.update(OF_MODEL_STEPS)
     return Part(PARTS["cuda"], tuple(sorted(not_run)), of_host, of_generating)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sympow.layers.base import Mixer, any_weight, is_product, own_weight
+from sympow.layers.base import (
+    Mixer,
+    any_weight,
+    is_as_made,
+    multiplies,
+    own_weight,
+    takes_kernels_of_step,
+)
 from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.parallel_branch import parallel_branch
 from sympow.layers.short_convolution import DepthwiseConvolution, ShortConvolutionState
@@ -26,6 +33,7 @@ from sympow.layers.state import After, Device, DType, MixerState, check_room, of
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.availability import check_float64, kept
 from sympow.ops.fused.gated_norm import gated_norm
+from sympow.ops.fused.short_convolution import MOST_TAPS
 from sympow.ops.fused.step_products import (
     Norm,
     Product,
@@ -34,7 +42,6 @@ from sympow.ops.fused.step_products import (
     Turn,
     step_products,
     takes_parts,
-    takes_step,
 )
 from sympow.ops.memory import check_memory
 from sympow.ops.rope_scaling import magnitude
@@ -227,9 +234,9 @@ class AttentionMixer(Mixer):
         """Continues `mix` by tokens that can still be taken back, as `try_step` does: y [B, T', H, V]."""
         return try_by_copies(self.mix_step, x, state, extras)
 
-    def position_of(self, state: Any) -> int | Tensor | None:
-        """Returns the position of the next token in a state of `mix_step`; None if a rotation needs more than that."""
-        return None
+    def position_of(self, state: Any) -> int | Tensor:
+        """Returns the position of the next token in a state of `mix_step`. Mixers with `mix_few` override it."""
+        raise NotImplementedError(f"{type(self).__name__} has no step by few kernels")
 
     @abstractmethod
     def mix_state(self, batch_size: int, *, device: Device = None, dtype: DType = None) -> MixerState:
@@ -293,20 +300,30 @@ class AttentionMixer(Mixer):
     @override
     def steps_in_block(self, x: Tensor) -> bool:
         maps = self.narrow_maps()
-        if maps is None or not takes_step(x, self._plain_tensors(maps)):
+        # A subclass may override any part of a step, so it is stepped like this only if it defines `mix_few` itself.
+        if maps is None or "mix_few" not in vars(type(self)) or not self._is_as_made(maps):
             return False
-        return self.head_norm is None or takes_parts(self.value_dim, x)
+        parts = [self.qkv, self.out, self.output_gate, self.convolution, self.head_norm, *(each for each, *_ in maps)]
+        tensors = [
+            tensor for part in parts if part is not None for tensor in (part.weight, getattr(part, "bias", None))
+        ]
+        return takes_kernels_of_step(x, [*tensors, self._qkv_start()])
 
-    def _plain_tensors(self, maps: Sequence[tuple[Float32Linear, int, float]]) -> Iterator[Tensor | None]:
-        """Yields the weights that `step_in_block` reads, and a meta tensor, which no kernel takes, for other layers."""
-        linears = [self.qkv, self.out] if self.output_gate is None else [self.qkv, self.out, self.output_gate]
-        others = [each for each in (self.convolution, self.head_norm, *(one[0] for one in maps)) if each is not None]
-        if not all(map(is_product, linears)) or any(each._forward_hooks or each._forward_pre_hooks for each in others):
-            yield torch.empty(0, device="meta")
-        for each in (*linears, *others):
-            yield each.weight
-            yield getattr(each, "bias", None)
-        yield self._qkv_start()
+    def _is_as_made(self, maps: Sequence[tuple[Float32Linear, int, float]]) -> bool:
+        """Tells whether the parts of a step are layers as they were made, of shapes that the kernels take."""
+        values, taps, norm = self.n_heads * self.value_dim, self.convolution, self.head_norm
+        linears: list[tuple[nn.Module, int, int]]
+        linears = [(self.qkv, sum(self._split), self.d_model), (self.out, self.d_model, values)]
+        linears += [(each, self.n_kv_heads, self.d_model) for each, *_ in maps]
+        linears += [] if self.output_gate is None else [(self.output_gate, values, self.d_model)]
+        if not all(multiplies(*linear) for linear in linears):
+            return False
+        if taps is not None and not (is_as_made(taps, DepthwiseConvolution) and taps.width <= MOST_TAPS):
+            return False
+        if norm is None:
+            return True
+        # The kernel gates what a norm of all channels gets, where it should gate what that norm returns.
+        return self.n_heads > 1 and is_as_made(norm, nn.RMSNorm) and takes_parts(self.value_dim, self.out.weight)
 
     def _qkv_start(self) -> Tensor | None:
         return getattr(self, "qkv_start", None)
@@ -327,8 +344,8 @@ class AttentionMixer(Mixer):
             taps = Taps(convolution.weight, convolution.offset(), past)
         position = self.position_of(behind)
         turn = None
-        if self.q_norm is None and position is not None and self.rotation == "fixed":
-            if not isinstance(position, Tensor):
+        if self.q_norm is None and self.rotation == "fixed" and (isinstance(position, int) or position.ndim == 1):
+            if isinstance(position, int):
                 position = torch.full((1,), position, dtype=torch.float64, device=x.device)
             turn = Turn(position, self._frequencies(x.device), sum(self._split[:2]))
         found = step_products(x, qkv, gates, narrow, norm=norm, taps=taps, turn=turn)
@@ -340,7 +357,7 @@ class AttentionMixer(Mixer):
         heads = None if self.head_norm is None else Norm(self.head_norm.weight, None, 1e-6, False)
         shift = None if taps is None or found.inputs is None else Shift(taps.past, found.inputs)
         out = Product(self.out.weight, self.out.bias)
-        y = step_products(y.flatten(2), out, norm=heads, gate=found.second, residual=x, shift=shift).first
+        y = step_products(y.flatten(2), out, norm=heads, gate=found.second, residual=x.contiguous(), shift=shift).first
         return y, behind if taps is None else ShortConvolutionState(taps.past, behind)
 
     @override

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _all
 
 from sympow.layers.float32_linear import Float32Linear
 from sympow.layers.initial import init_linear
@@ -31,7 +33,7 @@ from sympow.layers.state import (
     try_by_copies,
 )
 from sympow.ops.availability import autocast_dtype
-from sympow.ops.fused.step_products import Norm
+from sympow.ops.fused.step_products import Norm, takes_step
 from sympow.ops.types import OutOfRangeError
 
 
@@ -348,3 +350,28 @@ def any_weight(mixer: nn.Module, linear: nn.Module) -> Tensor:
 def is_product(linear: nn.Module) -> bool:
     """Tells whether a call of `linear` computes a product and a bias only: `linear` is no adapter and has no hooks."""
     return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def is_as_made(part: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Tells whether a part of a model is exactly of one of these classes, and its call computes what they compute.
+
+    It does not if the part has hooks, also such as all modules have, a `forward` of its own, or weights that are
+    computed from others.
+    """
+    hooks = (part._forward_hooks, part._forward_pre_hooks, _all._global_forward_hooks, _all._global_forward_pre_hooks)
+    if type(part) not in kinds or any(hooks) or "forward" in vars(part):
+        return False
+    weights = (part.weight, getattr(part, "bias", None))
+    return all(each is None or isinstance(each, nn.Parameter) for each in weights)
+
+
+def multiplies(linear: nn.Module, outputs: int, inputs: int) -> bool:
+    """Tells whether `linear` is a linear layer as it was made, with a weight of this shape."""
+    return is_as_made(linear, nn.Linear, Float32Linear) and linear.weight.shape == (outputs, inputs)
+
+
+def takes_kernels_of_step(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Tells whether `step_products` computes a step of x [B, 1, d] with these weights, and loses no derivatives."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    return takes_step(x, tensors)

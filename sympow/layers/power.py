@@ -196,8 +196,8 @@ class PowerAttention(AttentionMixer):
         return [(linear, function, factor) for linear, function, factor in maps if linear is not None]
 
     @override
-    def position_of(self, state: PowerAttentionState) -> int | Tensor | None:
-        return None if self.rotation == "data" else state.position
+    def position_of(self, state: PowerAttentionState) -> int | Tensor:
+        return state.position if self.beta is not None else _counted(state.position)
 
     @override
     def mix_few(self, projections: Projections, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
@@ -246,9 +246,7 @@ class PowerAttention(AttentionMixer):
         if self.beta is not None:
             positions = self._positions(gates[-1], position, group)
             return *self.rotated_heads(x, positions.detach() if detached else positions), log_g, positions
-        if isinstance(position, Tensor) and position.is_floating_point():
-            raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
-        return *self.rotated_heads(x, position), log_g, None
+        return *self.rotated_heads(x, _counted(position)), log_g, None
 
     def _positions(self, raw: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Returns the positions after every token for `raw` = W x [B, T, G], see `_inputs`."""
@@ -260,6 +258,13 @@ class PowerAttention(AttentionMixer):
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
+
+
+def _counted(position: int | Tensor) -> int | Tensor:
+    """Returns a number of tokens. Raises TypeError for data-dependent positions."""
+    if isinstance(position, Tensor) and position.is_floating_point():
+        raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
+    return position
 
 
 def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Tensor:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sympow.fields import check_integer
 from sympow.layers import MixerState
-from sympow.layers.base import is_product, refuse_other_kinds
+from sympow.layers.base import is_as_made, refuse_other_kinds, takes_kernels_of_step
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import After, Device, DType, check_batch, check_room, of_tried
 from sympow.models.bodies import BODIES, Block
@@ -28,7 +28,7 @@ from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_
 from sympow.models.norms import kernel_norm
 from sympow.ops.availability import has_values
 from sympow.ops.cost import counted
-from sympow.ops.fused.step_products import Product, step_products, takes_step
+from sympow.ops.fused.step_products import Product, step_products
 from sympow.ops.memory import check_memory
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
@@ -353,8 +353,9 @@ class LanguageModel(nn.Module):
     def _last_logits(self, x: Tensor) -> Tensor:
         """Returns the logits [B, vocab_size] after the last of the tokens x [B, T, d]."""
         norm, weight = kernel_norm(self.final_norm), self.head_weight
-        plain = norm is not None and (self.head is None or is_product(self.head))
-        if norm is None or not plain or not takes_step(x, (norm.weight, norm.bias, weight)):
+        head = self.embedding if self.head is None else self.head
+        plain = type(self)._head is LanguageModel._head and is_as_made(head, nn.Embedding, nn.Linear)
+        if norm is None or not plain or not takes_kernels_of_step(x, (norm.weight, norm.bias, weight)):
             return self._head(self.final_norm(x[:, -1]))
         return step_products(x, Product(weight), norm=norm).first[:, -1]
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sympow.layers.base import is_as_made
 from sympow.ops.fused.step_products import Norm
 
 
@@ -51,7 +52,7 @@ class RMSNorm(nn.Module):
 
 def kernel_norm(norm: nn.Module) -> Norm | None:
     """Returns what a kernel computes for a norm; None for one that is not of this file, or that has hooks."""
-    if not isinstance(norm, LayerNorm | RMSNorm) or norm._forward_hooks or norm._forward_pre_hooks:
+    if not is_as_made(norm, LayerNorm, RMSNorm) or not isinstance(norm, LayerNorm | RMSNorm) or norm.weight is None:
         return None
     bias = norm.bias if isinstance(norm, LayerNorm) else None
     return Norm(norm.weight, bias, norm.eps, isinstance(norm, LayerNorm))

@@ -5,8 +5,13 @@ Both compute in float32; results differ by roundings of sums of some dozens of n
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
+from sympow.layers import PowerAttention
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.models.bodies.gpt2 import GPT2Block
+from sympow.models.norms import LayerNorm
 from sympow.models.slots import Slots
 from sympow.ops.fused import step_products
 from tests.draws import disturb
@@ -133,34 +138,183 @@ def test_a_past_with_channels_apart(calls, monkeypatch):
     assert torch.equal(*results)
 
 
-def hooked(model):
-    model.blocks[0].mixer.qkv.register_forward_hook(lambda module, given, result: result)
-    return CALLS - 2  # the whole mixer
+class OwnPower(PowerAttention):
+    def projected(self, x):
+        return 2 * super().projected(x)
 
 
-def with_hook_on_a_norm(model):
-    model.blocks[0].mixer_norm.register_forward_hook(lambda module, given, result: result)
-    return CALLS - 2
+class OwnBlock(GPT2Block):
+    def _narrowed(self, hidden):
+        return 2 * super()._narrowed(hidden)
 
 
-def with_an_adapter(model):
-    model.blocks[0].mlp_in = torch.nn.Sequential(model.blocks[0].mlp_in)
-    return CALLS - 2
+class OwnNorm(LayerNorm):
+    def forward(self, input):
+        return 2 * super().forward(input)
 
 
-def of_another_dtype(model):
+class OwnModel(LanguageModel):
+    def _head(self, hidden):
+        return 2 * super()._head(hidden)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def doubled_by_a_hook(model):
+    model.blocks[0].mixer.qkv.register_forward_hook(lambda module, given, result: 2 * result)
+
+
+def norm_with_a_hook(model):
+    model.blocks[0].mixer_norm.register_forward_hook(lambda module, given, result: 2 * result)
+
+
+def adapter(model):
+    model.blocks[0].mlp_in = torch.nn.Sequential(model.blocks[0].mlp_in, Doubled())
+
+
+def gate_of_another_class(model):
+    model.blocks[0].mixer.gate = torch.nn.Sequential(model.blocks[0].mixer.gate)
+
+
+def gate_of_another_dtype(model):
     model.blocks[0].mixer.gate.double()
-    return CALLS - 2
 
 
-@pytest.mark.parametrize("change", [hooked, with_hook_on_a_norm, with_an_adapter, of_another_dtype])
+def own_forward(model):
+    linear = model.blocks[0].mlp_out
+    linear.forward = lambda x: 2 * torch.nn.functional.linear(x, linear.weight)
+
+
+def computed_weight(model):
+    parametrize.register_parametrization(model.blocks[0].mixer.convolution, "weight", Doubled())
+
+
+def subclass_of_a_mixer(model):
+    model.blocks[0].mixer.__class__ = OwnPower
+
+
+def subclass_of_a_block(model):
+    model.blocks[0].__class__ = OwnBlock
+
+
+def subclass_of_a_norm(model):
+    model.blocks[0].mlp_norm.__class__ = OwnNorm
+
+
+def subclass_of_a_model(model):
+    model.__class__ = OwnModel
+
+
+def norm_without_weights(model):
+    model.blocks[0].mixer_norm = LayerNorm(32, elementwise_affine=False).to(DEVICE)
+
+
+def head_of_another_class(model):
+    model.head = torch.nn.Sequential(torch.nn.Linear(32, 37, bias=False)).to(DEVICE)
+    model.head.weight = model.head[0].weight
+
+
+CHANGES = {
+    doubled_by_a_hook: 2, norm_with_a_hook: 2, adapter: 2, gate_of_another_class: 2, gate_of_another_dtype: 2,
+    own_forward: 2, computed_weight: 2, subclass_of_a_mixer: 2, subclass_of_a_block: 2, subclass_of_a_norm: 2,
+    subclass_of_a_model: 1, norm_without_weights: 2, head_of_another_class: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @torch.no_grad()
-def test_changed_parts_are_called(change, calls):
+def test_changed_parts_are_called(change, calls, monkeypatch):
     """What is more than a product or a norm is called as it is; the rest of the model keeps its kernels."""
-    model = model_of("power")
-    left = change(model)
-    model.step(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.init_state(1))
-    assert len(calls) == left + CALLS + 1
+    results = []
+    for switch in (without_kernels, with_kernels):
+        switch(monkeypatch)
+        model = model_of("softmax, gated" if change is gate_of_another_class else "power")
+        torch.manual_seed(0)
+        change(model)
+        state = model.init_state(1)
+        for token in (1, 2):
+            logits, state = model.step(torch.full((1, 1), token, device=DEVICE), state)
+        results.append(logits)
+    assert len(calls) == 2 * (2 * CALLS + 1 - CHANGES[change])
+    assert_close(results[1], results[0])
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules(calls):
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, result: None)
+    try:
+        model_of("power").step(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model_of("power").init_state(1))
+    finally:
+        handle.remove()
+    assert not calls
+
+
+@pytest.mark.parametrize(("heads", "body"), [(1, "gpt2"), (4, "llama")])
+@torch.no_grad()
+def test_other_shapes(heads, body, calls, monkeypatch):
+    """One head, whose norm is of all channels; and biases in a gated MLP."""
+    results = []
+    for switch in (without_kernels, with_kernels):
+        switch(monkeypatch)
+        mixer = MixerConfig("power", {"head_dim": 8})
+        model = LanguageModel(ModelConfig(37, 32, 1, heads, (mixer,), body=body), seed=0).to(DEVICE)
+        torch.manual_seed(0)
+        if body == "llama":
+            model.blocks[0].mlp_in = torch.nn.Linear(32, model.blocks[0].mlp_in.out_features).to(DEVICE)
+            torch.nn.init.ones_(model.blocks[0].mlp_in.bias)
+        model = disturb(model, 0.1)
+        results.append(model.step(torch.ones(2, 1, dtype=torch.int64, device=DEVICE), model.init_state(2))[0])
+    assert_close(results[1], results[0])
+
+
+@torch.no_grad()
+def test_an_input_with_strides(calls, monkeypatch):
+    block, results = model_of("power").blocks[0], []
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for switch in (without_kernels, with_kernels):
+        switch(monkeypatch)
+        results.append(block.step(x[:, 1:2], block.init_state(2))[0])
+    assert len(calls) == CALLS
+    assert_close(results[1], results[0])
+
+
+@torch.no_grad()
+def test_a_state_with_learned_positions_is_refused(calls):
+    state = model_of("power, learned positions").init_state(1)
+    with pytest.raises(TypeError, match="data-dependent rotation"):
+        model_of("power").step(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), state)
+
+
+@torch.no_grad()
+def test_tangents_of_weights(calls):
+    """Derivatives in forward mode flow through the parts."""
+    model = model_of("softmax")
+    with forward_ad.dual_level():
+        weight = model.blocks[1].mlp_out.weight
+        del model.blocks[1].mlp_out.weight
+        model.blocks[1].mlp_out.weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        logits, _ = model.step(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), model.init_state(1))
+        assert forward_ad.unpack_dual(logits).tangent is not None and not calls
+
+
+def test_an_exported_step_takes_any_number_of_rows():
+    class Step(torch.nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block.step(x, self.block.init_state(x.shape[0]))[0]
+
+    block = model_of("softmax").cpu().blocks[0]
+    with torch.no_grad():
+        rows = {"x": {0: torch.export.Dim("rows", min=2, max=1024)}}
+        exported = torch.export.export(Step(block), (torch.zeros(4, 1, 32),), dynamic_shapes=rows)
+        x = torch.randn(100, 1, 32)
+        torch.testing.assert_close(exported.module()(x), Step(block)(x))
 
 
 def test_gradients_flow_through_the_parts(calls):

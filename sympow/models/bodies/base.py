@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from sympow.layers import MixerState, make_mixer
 from sympow.layers.auxiliary import auxiliary_losses, collecting
-from sympow.layers.base import Mixer, is_product
+from sympow.layers.base import Mixer, multiplies, takes_kernels_of_step
 from sympow.layers.initial import init_linear
 from sympow.layers.state import After, Device, DType, RowStates
 from sympow.models.config import ModelConfig
 from sympow.models.norms import kernel_norm
-from sympow.ops.fused.step_products import Product, step_products, takes_step
+from sympow.ops.fused.step_products import SWIGLU, Product, step_products
 
 
 class Block(nn.Module, ABC):
@@ -137,7 +137,8 @@ class PreNormBlock(Block):
     @override
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         norm = kernel_norm(self.mixer_norm)
-        if norm is not None and not isinstance(state, RowStates) and self.mixer.steps_in_block(x):
+        few = norm is not None and not isinstance(state, RowStates) and isinstance(self.mixer, Mixer)
+        if norm is not None and few and self.mixer.steps_in_block(x):
             x, state = self.mixer.step_in_block(x, norm, state)
         else:
             y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
@@ -172,14 +173,22 @@ class PreNormBlock(Block):
 
     def _stepped_mlp(self, x: Tensor) -> Tensor:
         """Computes `with_mlp` of a step; where kernels take it, by one kernel for each product."""
-        norm = kernel_norm(self.mlp_norm) if self.has_mlp else None
-        if norm is None or not (is_product(self.mlp_in) and is_product(self.mlp_out)):
+        # A subclass may override any part of an MLP, so its MLP is taken only if it names the nonlinearity itself.
+        norm = kernel_norm(self.mlp_norm) if self.has_mlp and "step_function" in vars(type(self)) else None
+        if norm is None or not self._is_as_made(x.shape[2]):
             return self.with_mlp(x)
         into, out = (Product(linear.weight, linear.bias) for linear in (self.mlp_in, self.mlp_out))
-        if not takes_step(x, (norm.weight, norm.bias, *into[:2], *out[:2])):
+        if not takes_kernels_of_step(x, (norm.weight, norm.bias, *into[:2], *out[:2])):
             return self.with_mlp(x)
         hidden = step_products(x, into._replace(function=self.step_function), norm=norm).first
-        return step_products(hidden, out, residual=x).first
+        return step_products(hidden, out, residual=x.contiguous()).first
+
+    def _is_as_made(self, width: int) -> bool:
+        """Tells whether the layers of the MLP are those that the block has made, for inputs of this width."""
+        paired, hidden = self.step_function == SWIGLU, getattr(self.mlp_in, "out_features", 0)
+        if not (multiplies(self.mlp_in, hidden, width) and multiplies(self.mlp_out, width, hidden // (1 + paired))):
+            return False
+        return self.mlp_in.bias is None or not paired
 
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
         return self.with_mlp(x + self._mixed(x, cu_seqlens, tokens))
