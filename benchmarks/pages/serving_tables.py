@@ -26,9 +26,10 @@ def load_table(rows: list[dict]) -> str:
 
 def _streams(rows: list[dict]) -> Iterator[str]:
     for row in rows:
-        times = row["tokens_per_second"] / rows[0]["tokens_per_second"]
         share = row["tokens_per_second"] / row["tokens_per_second_generate"]
-        rate = f"{row['tokens_per_second']:,.0f} tokens/s, {times:.1f}x one stream"
+        rate = f"{row['tokens_per_second']:,.0f} tokens/s"
+        if rows[0]["streams"] == 1:
+            rate += f", {row['tokens_per_second'] / rows[0]['tokens_per_second']:.1f}x one stream"
         equal = "equal to" if row["equal_to_alone"] else "DIFFERENT from"
         name = f"{row['streams']} stream{'s' * (row['streams'] > 1)} of {row['new_tokens']:,} tokens"
         yield f"| {name} | {rate}, {share:.0%} of `generate`; answers {equal} those alone |"

@@ -299,9 +299,11 @@ class AttentionMixer(Mixer):
 
     @override
     def steps_in_block(self, x: Tensor) -> bool:
-        maps = self.narrow_maps()
         # A subclass may override any part of a step, so it is stepped like this only if it defines `mix_few` itself.
-        if maps is None or "mix_few" not in vars(type(self)) or not self._is_as_made(maps):
+        if not takes_kernels_of_step(x) or "mix_few" not in vars(type(self)):
+            return False
+        maps = self.narrow_maps()
+        if maps is None or not self._is_as_made(maps):
             return False
         parts = [self.qkv, self.out, self.output_gate, self.convolution, self.head_norm, *(each for each, *_ in maps)]
         tensors = [

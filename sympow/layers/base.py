@@ -370,7 +370,7 @@ def multiplies(linear: nn.Module, outputs: int, inputs: int) -> bool:
     return is_as_made(linear, nn.Linear, Float32Linear) and linear.weight.shape == (outputs, inputs)
 
 
-def takes_kernels_of_step(x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+def takes_kernels_of_step(x: Tensor, tensors: Sequence[Tensor | None] = ()) -> bool:
     """Tells whether `step_products` computes a step of x [B, 1, d] with these weights, and loses no derivatives."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False

@@ -352,7 +352,7 @@ class LanguageModel(nn.Module):
 
     def _last_logits(self, x: Tensor) -> Tensor:
         """Returns the logits [B, vocab_size] after the last of the tokens x [B, T, d]."""
-        norm, weight = kernel_norm(self.final_norm), self.head_weight
+        norm, weight = kernel_norm(self.final_norm) if takes_kernels_of_step(x) else None, self.head_weight
         head = self.embedding if self.head is None else self.head
         plain = type(self)._head is LanguageModel._head and is_as_made(head, nn.Embedding, nn.Linear)
         if norm is None or not plain or not takes_kernels_of_step(x, (norm.weight, norm.bias, weight)):

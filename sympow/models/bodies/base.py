@@ -136,9 +136,9 @@ class PreNormBlock(Block):
 
     @override
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
-        norm = kernel_norm(self.mixer_norm)
-        few = norm is not None and not isinstance(state, RowStates) and isinstance(self.mixer, Mixer)
-        if norm is not None and few and self.mixer.steps_in_block(x):
+        few = takes_kernels_of_step(x) and isinstance(self.mixer, Mixer) and not isinstance(state, RowStates)
+        norm = kernel_norm(self.mixer_norm) if few else None
+        if norm is not None and self.mixer.steps_in_block(x):
             x, state = self.mixer.step_in_block(x, norm, state)
         else:
             y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
@@ -174,7 +174,9 @@ class PreNormBlock(Block):
     def _stepped_mlp(self, x: Tensor) -> Tensor:
         """Computes `with_mlp` of a step; where kernels take it, by one kernel for each product."""
         # A subclass may override any part of an MLP, so its MLP is taken only if it names the nonlinearity itself.
-        norm = kernel_norm(self.mlp_norm) if self.has_mlp and "step_function" in vars(type(self)) else None
+        if not (self.has_mlp and "step_function" in vars(type(self)) and takes_kernels_of_step(x)):
+            return self.with_mlp(x)
+        norm = kernel_norm(self.mlp_norm)
         if norm is None or not self._is_as_made(x.shape[2]):
             return self.with_mlp(x)
         into, out = (Product(linear.weight, linear.bias) for linear in (self.mlp_in, self.mlp_out))
