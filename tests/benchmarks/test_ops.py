@@ -106,4 +106,4 @@ def test_the_readme_quotes_the_committed_times():
     (model,) = (row for row in read(tables.RESULTS / "decoding_models_h200.csv")
                 if (row["mixer"], row["dtype"], row["rows"]) == ("power", "bfloat16", 1))  # fmt: skip
     weights, milliseconds = round(model["parameters"] / 1e6), model["ms_per_token"]
-    assert f"{weights}M weights in bfloat16 decode a token in {milliseconds:.2f} ms" in texts[0]
+    assert f"{weights}M weights in bfloat16 take {milliseconds:.2f} ms a token" in texts[0]

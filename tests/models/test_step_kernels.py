@@ -145,7 +145,7 @@ class OwnPower(PowerAttention):
 
 class OwnBlock(GPT2Block):
     def _narrowed(self, hidden):
-        return 2 * super()._narrowed(hidden)
+        return self.mlp_out(torch.relu(hidden))
 
 
 class OwnNorm(LayerNorm):
@@ -155,7 +155,7 @@ class OwnNorm(LayerNorm):
 
 class OwnModel(LanguageModel):
     def _head(self, hidden):
-        return 2 * super()._head(hidden)
+        return 2 * torch.nn.functional.linear(hidden, self.head_weight)
 
 
 class Doubled(torch.nn.Module):
