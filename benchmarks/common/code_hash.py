@@ -37,8 +37,8 @@ NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm
 # Files of results that measure the host: calls with the same kernels and results may take another time there.
 OF_HOST = ("host_*", "ops_cpu.csv", "decoding_cpu.csv", "serving_cpu.csv", "serving_load_cpu.csv",
            "speculation_cpu.csv", "context_restore_cpu.csv")  # fmt: skip
-# Files of results that time steps of whole models by few kernels: equal calls of the op say nothing of them. The rows of
-# serving_h200.csv are of at least 16 sequences in float32, which such kernels do not step.
+# Files of results that time steps of whole models by few kernels: equal calls of the op say nothing of them. The rows
+# of serving_h200.csv are of at least 16 sequences in float32, which such kernels do not step.
 OF_GENERATING = ("decoding_models_*", "hf_generate_*", "brumby_*")
 SAME = ROOT / "benchmarks" / "results" / "same.csv"  # of `benchmarks.same`: versions with the same kernels and results
 
