@@ -107,7 +107,9 @@ def test_rows_of_different_lengths(mixer, calls, monkeypatch):
             slots.put(model.step(tokens[row : row + 1, : 3 + row], model.init_state(1))[1], 3 + row)
         switch(monkeypatch)
         results.append(torch.stack([slots.step(tokens[:, 6 + i]).clone() for i in range(3)]))
-    assert len(calls) == (3 * (2 * CALLS + 1) if DEVICE == "cpu" else len(calls))
+    assert calls
+    if DEVICE == "cpu":  # a CUDA graph launches its kernels without calls
+        assert len(calls) == 3 * (2 * CALLS + 1)
     assert_close(results[1], results[0])
 
 
@@ -192,6 +194,14 @@ def computed_weight(model):
     parametrize.register_parametrization(model.blocks[0].mixer.convolution, "weight", Doubled())
 
 
+def weight_that_is_no_parameter(model):
+    """A kernel may compute it just before the step."""
+    linear = model.blocks[0].mlp_in
+    weight = 2 * linear.weight
+    del linear.weight
+    linear.weight = weight
+
+
 def subclass_of_a_mixer(model):
     model.blocks[0].mixer.__class__ = OwnPower
 
@@ -219,7 +229,7 @@ def head_of_another_class(model):
 
 CHANGES = {
     doubled_by_a_hook: 2, norm_with_a_hook: 2, adapter: 2, gate_of_another_class: 2, gate_of_another_dtype: 2,
-    own_forward: 2, computed_weight: 2, subclass_of_a_mixer: 2, subclass_of_a_block: 2, subclass_of_a_norm: 2,
+    own_forward: 2, computed_weight: 2, weight_that_is_no_parameter: 2, subclass_of_a_mixer: 2, subclass_of_a_block: 2, subclass_of_a_norm: 2,
     subclass_of_a_model: 1, norm_without_weights: 2, head_of_another_class: 1,
 }  # fmt: skip
 

@@ -100,7 +100,6 @@ def test_the_projections_of_a_mixer(rows, dtype, width):
     held = torch.cat([before, given[:, None]], dim=1)
     c = torch.einsum("bkd,dk->bd", held.double(), taps.weight.double()) + taps.bias.double()
     if found.inputs is None:  # the rows were prepared by another kernel, which rounds them
-        assert torch.equal(past, held[:, 1:]) or dtype != torch.float32
         close(past, held[:, 1:].double(), dtype)
         c = c.to(dtype).double()
     else:
