@@ -229,8 +229,8 @@ def head_of_another_class(model):
 
 CHANGES = {
     doubled_by_a_hook: 2, norm_with_a_hook: 2, adapter: 2, gate_of_another_class: 2, gate_of_another_dtype: 2,
-    own_forward: 2, computed_weight: 2, weight_that_is_no_parameter: 2, subclass_of_a_mixer: 2, subclass_of_a_block: 2, subclass_of_a_norm: 2,
-    subclass_of_a_model: 1, norm_without_weights: 2, head_of_another_class: 1,
+    own_forward: 2, computed_weight: 2, weight_that_is_no_parameter: 2, subclass_of_a_mixer: 2, subclass_of_a_block: 2,
+    subclass_of_a_norm: 2, subclass_of_a_model: 1, norm_without_weights: 2, head_of_another_class: 1,
 }  # fmt: skip
 
 
