@@ -47,9 +47,10 @@ def _of_a_llama(batch: int) -> Case:
 
 CASES = [
     *(Step(Case(1, B=batch, H=12, G=12, K=64, V=64, dtype="bfloat16")) for batch in (1, 64)),
-    *(Step(_of_a_llama(batch), dtype) for batch in (1, 32) for dtype in ("float32", "bfloat16")),
+    *(Step(_of_a_llama(batch), dtype) for batch in (1, 32) for dtype in ("float32", "bfloat16", "int8")),
     Step(_of_a_llama(32), slotted=True),
 ]
+STATE_DTYPES = DTYPES | {"int8": torch.int8}
 CONTEXT = 65536  # tokens of the softmax cache
 PREFIX = 256  # tokens that the state is made of; what a step takes does not depend on it
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -65,7 +66,7 @@ def new_state(step: Step, device: str, seed: int = 0) -> DecodingState:
     state = power_attention(*tokens(case, PREFIX, device, seed), p=case.p, return_state=True).state
     if state is None:
         raise RuntimeError("the op returned no state where one was asked for")
-    held = DecodingState.from_state(state, dtype=DTYPES[case.dtype], state_dtype=DTYPES[step.state_dtype])
+    held = DecodingState.from_state(state, dtype=DTYPES[case.dtype], state_dtype=STATE_DTYPES[step.state_dtype])
     if not step.slotted:
         return held
     tensors = {name: x.new_zeros(2 * case.B, *x.shape[1:]) for name, x in held.tensors().items()}
@@ -145,8 +146,9 @@ def states_in_turn(step: Step, device: str) -> list[DecodingState]:
 
 
 def _read(state: DecodingState) -> int:
-    """Returns the bytes of s and z that a step reads."""
-    return (state.s[0].nbytes + state.z[0].nbytes) * state.batch
+    """Returns the bytes of s, its scales and z that a step reads."""
+    scales = 0 if state.scales is None else state.scales[0].nbytes
+    return (state.s[0].nbytes + state.z[0].nbytes + scales) * state.batch
 
 
 def checked_error(step: Step, device: str) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common.cases import DTYPES, Case
 from benchmarks.common.measure import graphed, measured, milliseconds, options, write
-from benchmarks.decoding_gpu import CASES, Step, checked_error, copy_call, states_in_turn, tokens, turn
+from benchmarks.decoding_gpu import CASES, STATE_DTYPES, Step, checked_error, copy_call, states_in_turn, tokens, turn
 from sympow.ops import DecodingState, PowerState, power_attention_step
 from sympow.ops.triton import plan
 from sympow.ops.triton.plan import DecodingLimits
@@ -60,7 +60,7 @@ def compiled(step: Step, limits: DecodingLimits) -> None:
     use(limits)
     case, dtype = step.case, DTYPES[step.case.dtype]
     zeros = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, device="cuda")
-    state = DecodingState.from_state(zeros, dtype=dtype, state_dtype=DTYPES[step.state_dtype])
+    state = DecodingState.from_state(zeros, dtype=dtype, state_dtype=STATE_DTYPES[step.state_dtype])
     power_attention_step(*tokens(case, 1, "cuda", seed=1), state=state, p=case.p, inplace=True)
 
 

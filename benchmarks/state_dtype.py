@@ -1,8 +1,8 @@
-"""Measures what a state in bfloat16 costs: `python -m benchmarks.state_dtype RUN --csv FILE`.
+"""Measures what a state in bfloat16 or int8 costs: `python -m benchmarks.state_dtype RUN --csv FILE`.
 
 A model reads held-out documents one after the other, as in decoding: from step to step with one state, and as many
-tokens at a time as the tail has room for. There is a row for a float32 state, and one for a state in bfloat16
-(`narrowed`). The loss is that of the next token, over all tokens and over the last tenth of them.
+tokens at a time as the tail has room for. There is a row for a float32 state, and one for each narrower
+dtype (`narrowed`). The loss is that of the next token, over all tokens and over the last tenth of them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def joined(documents: Documents, count: int) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)[None, :count])
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 NO_TAIL = 64  # tokens, where no state has a tail
 
 
@@ -68,10 +69,10 @@ def losses(model: LanguageModel, tokens: Tensor, state: ModelState, step: int) -
 
 def measure(model: LanguageModel, tokens: Tensor) -> list[dict]:
     """Returns the rows of a model that reads tokens [1, T]."""
-    states = {"float32": model.init_state(1), "bfloat16": narrowed(model.init_state(1))}
+    narrow = {name: narrowed(model.init_state(1), dtype) for name, dtype in DTYPES.items()}
     rows: list[dict] = []
-    step, last = room(states["bfloat16"]), (tokens.shape[1] - 1) // 10
-    for name, state in states.items():
+    step, last = room(narrow["int8"]), (tokens.shape[1] - 1) // 10
+    for name, state in {"float32": model.init_state(1), **narrow}.items():
         size = state.nbytes
         each = losses(model, tokens, state, step)
         row = {"state_dtype": name, "tokens": tokens.shape[1], "tokens_a_fold": step, "state_bytes": size}

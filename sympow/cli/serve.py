@@ -22,6 +22,7 @@ from sympow.cli.options import (
     positive,
 )
 
+STATE_DTYPES = ("float32", "bfloat16", "int8")
 _SERVE = """Serves a model to clients of OpenAI's interface: completions, chats (with a chat template in the folder) and
 streams. Requests are answered in batches; a request's answer does not depend on the others. A prefix that a prompt
 shares with an earlier prompt is not read again. SIGINT or SIGTERM lets running requests end and stops the server. The
@@ -57,6 +58,9 @@ def add(command: AddCommand) -> None:
     add_number(serve, "--cache-disk",
                "Keep X GiB of these states in --cache-dir (default: 10).", type=decimal, metavar="X")  # fmt: skip
     serve.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
+    serve.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32",
+                       help="Hold the sums of power attention in this dtype (default: float32). int8 makes them about "
+                            "a quarter as large, and rounds them.")  # fmt: skip
     serve.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(serve)
     serve.set_defaults(execute=run_serve, check=_check_disk)

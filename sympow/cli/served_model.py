@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> None:
         chunk=options.prefill_chunk or (1024 if device.type == "cuda" else 256),
         prefixes=PrefixCache(served.model, round(_GIB * options.cache_memory), cache, round(_GIB * disk)),
         ends=end_tokens(served.folder, served.tokenizer),
+        state_dtype=None if options.state_dtype == "float32" else getattr(torch, options.state_dtype),
     )
     template = ChatTemplate.of(served.folder)
     name = options.name or served.folder.resolve().name

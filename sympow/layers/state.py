@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sympow.ops import DecodingState, PowerState
 from sympow.ops.availability import concatenated
+from sympow.ops.decoding_state import NARROW
 from sympow.ops.memory import check_memory
 
 S = TypeVar("S")
@@ -251,26 +252,28 @@ def _batch(value: Any) -> int | None:
     return None
 
 
-def narrowed(state: S) -> S:
-    """Returns a state with the sums of power attention in bfloat16. It is about half as large.
+def narrowed(state: S, dtype: torch.dtype = torch.bfloat16) -> S:
+    """Returns a state with the sums of power attention in bfloat16 or int8: about a half or a quarter as large.
 
     All other tensors are unchanged, and steps continue the state in this form. On every device the sums then have a
-    tail (`DecodingState`), so that they are rounded once for several tokens, and not at every token.
+    tail (`DecodingState`), so that they are rounded once for several tokens, and not at every token. The delta rule
+    changes its sums at every token, so they stay as they are.
 
     Args:
         state: of a mixer, a block or a model, in float32; its tensors are used where they do not change.
+        dtype: torch.bfloat16, or torch.int8 with a float32 scale for each row of the sums.
 
-    Raises TypeError for a float64 state.
+    Raises TypeError for a float64 state, and ValueError for another `dtype`.
     """
-    return mapped(state, _narrowed, PowerState | DecodingState)
+    if dtype not in NARROW:
+        raise ValueError(f"sums are narrowed to torch.bfloat16 or torch.int8; got {dtype}")
 
+    def kept(state: PowerState | DecodingState) -> DecodingState:
+        if isinstance(state, PowerState):
+            return DecodingState.from_state(state, state_dtype=dtype)
+        return state.kept_in(dtype)
 
-def _narrowed(state: PowerState | DecodingState) -> DecodingState:
-    if isinstance(state, PowerState):
-        return DecodingState.from_state(state, state_dtype=torch.bfloat16)
-    if state.s.dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"a float32 state is kept in bfloat16; got {state.s.dtype}")
-    return replace(state, s=state.s.to(torch.bfloat16))
+    return mapped(state, kept, PowerState | DecodingState)
 
 
 def mapped(value: Any, function: Callable[[Any], Any], leaf: type | UnionType = Tensor) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sympow.layers import MixerState
 from sympow.layers.cache import reads_rows
-from sympow.layers.state import RowStates, mapped
+from sympow.layers.state import RowStates, mapped, narrowed
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import ModelState
 from sympow.models.step_graphs import StepGraphs
@@ -65,18 +65,28 @@ class Slots:
         capacity: sequences held at most, at least 1. Their states are allocated now.
         most: the number of tokens that a sequence reads at most. Key/value caches of softmax attention then have room
             for as many. None: any number.
+        state_dtype: of the sums of power attention, torch.bfloat16 or torch.int8 (`narrowed`); None: as the model has
+            them.
 
-    Raises ValueError for numbers below 1, and for slots for which there is not enough memory.
+    Raises ValueError for numbers below 1, for slots for which there is not enough memory, and for a `state_dtype` if
+    the model has no sums of power attention.
     """
 
-    def __init__(self, model: Steps, capacity: int, most: int | None = None):
+    def __init__(self, model: Steps, capacity: int, most: int | None = None, state_dtype: torch.dtype | None = None):
         if not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
         if most is not None and (not isinstance(most, int) or most < 1):
             raise ValueError(f"the tokens of a slot must be an integer of at least 1; got {most!r}")
-        needed = capacity * slot_bytes(model, most)
+        needed = capacity * slot_bytes(model, most, state_dtype)
         check_memory(f"a state for {capacity:,} slots", needed, model.embedding.weight.device)
-        self._begin(model, capacity, _with_all_room(model.init_state(capacity), most), most)
+        if state_dtype is None:
+            state = model.init_state(capacity)
+        else:  # of one sequence, repeated: the wide sums of all may not fit into memory
+            state = narrowed(model.init_state(1), state_dtype)
+            if not any(isinstance(leaf, DecodingState) for leaf, _ in _leaves(state, state)):
+                raise ValueError(f"{state_dtype} is for sums of power attention, and this model has none")
+            state = state.mapped(lambda tensor: tensor.repeat_interleave(capacity, 0))
+        self._begin(model, capacity, _with_all_room(state, most), most)
 
     @classmethod
     def holding(cls, model: Steps, state: ModelState, tokens: int, most: int | None = None) -> Slots | None:
@@ -298,12 +308,14 @@ class Slots:
         self._view = None
 
 
-def slot_bytes(model: Steps, most: int | None) -> int:
+def slot_bytes(model: Steps, most: int | None, state_dtype: torch.dtype | None = None) -> int:
     """Returns the bytes of one slot, with room for `most` tokens in key/value caches of softmax attention.
 
-    With `most` None, the caches have no room.
+    With `most` None, the caches have no room. `state_dtype` is as in `Slots`.
     """
     planned = model.init_state(1).mapped(lambda tensor: tensor.to("meta"))
+    if state_dtype is not None:
+        planned = narrowed(planned, state_dtype)
     return _with_all_room(planned, most).nbytes + _COUNTERS
 
 
@@ -329,12 +341,12 @@ class CacheRoom(NamedTuple):
         return 0 < self.nbytes <= (self.allowed or 0)
 
     @classmethod
-    def of(cls, model: Steps, slots: int, tokens: int) -> CacheRoom:
-        """Computes the room of so many slots."""
-        states = slots * slot_bytes(model, None)
+    def of(cls, model: Steps, slots: int, tokens: int, state_dtype: torch.dtype | None = None) -> CacheRoom:
+        """Computes the room of so many slots, `state_dtype` as in `Slots`."""
+        states = slots * slot_bytes(model, None, state_dtype)
         memory = memory_of(model.embedding.weight.device)
         allowed = None if memory is None else max(0, memory.free - states) // _SHARE
-        return cls(tokens, slots * slot_bytes(model, tokens) - states, allowed)
+        return cls(tokens, slots * slot_bytes(model, tokens, state_dtype) - states, allowed)
 
 
 def _of_mixers(state: Any, function: Callable[[MixerState], MixerState]) -> Any:

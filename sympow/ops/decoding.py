@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.availability import has_values, without_autocast
-from sympow.ops.decoding_state import DecodingState, decays, folded_state
+from sympow.ops.decoding_state import DecodingState, decays, folded_state, stored
 from sympow.ops.feature_map import spow
 from sympow.ops.types import PowerState
 
@@ -59,7 +59,7 @@ def step_with_tail(
         out = step_with_tail(q, k, v, log_g, part, p=p, scale=scale, normalize=normalize, eps=eps)
         state.put(part)
         return out
-    s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
+    z, tail_k, tail_v, tail_g = state.z, state.tail_k, state.tail_v, state.tail_g
     spots = torch.arange(state.capacity, device=q.device)
     q = q.to(z.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -72,8 +72,11 @@ def step_with_tail(
         # A count on a GPU is not known to the host, and the host would have to wait to read it.
         if full.device.type != "cpu" or not has_values(full) or full.any():
             after = state.folded()
-            s.copy_(torch.where(full[..., None, None], after.s, s))
+            s, scales = stored(after.s, after.z, state.s.dtype)
+            state.s.copy_(torch.where(full[..., None, None], s, state.s))
             z.copy_(torch.where(full[..., None], after.z, z))
+            if state.scales is not None and scales is not None:
+                state.scales.copy_(torch.where(full[..., None], scales, state.scales))
             state.count.masked_fill_(full, 0)
         spot = state.count[..., None].long() + spots[:new]  # [B, G, T]
         state.count.add_(new)
@@ -83,7 +86,8 @@ def step_with_tail(
 
         held = spots <= spot[..., None]  # [B, G, T, C]
         query = q[:, :, :, now]
-        outs.append(_attended(query, s.to(z.dtype), z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
+        sums = state.sums()
+        outs.append(_attended(query, sums, z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
     return torch.cat(outs, 3).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
 
 

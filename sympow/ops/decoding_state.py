@@ -43,8 +43,8 @@ class DecodingState:
     strides between slots are free, so that the tensors of all layers can be views of one page a slot.
 
     Attributes:
-        s: [N, G, D, V] and z: [N, G, D], as in PowerState, after the last folded token. s may be bfloat16, with z in
-            float32. A step then reads half as many bytes, and s is rounded whenever a tail is folded.
+        s: [N, G, D, V] and z: [N, G, D], as in PowerState, after the last folded token. s may be bfloat16 or int8, with
+            z in float32. A step then reads half or a quarter of the bytes, and s is rounded whenever a tail is folded.
         tail_k: [N, G, C, K] and tail_v: [N, G, C, V], the tokens after that one, in any dtype of the inputs.
         tail_g: [N, G, C], their log gates, in the dtype of z; 0 for tokens without a gate.
         count: int32 [N, G], the number of tokens in the tail, 0 to C. If there is no room for the tokens of a step, the
@@ -54,6 +54,8 @@ class DecodingState:
         key_dim: K.
         slots: int32 [B], the slot of each sequence of the batch, each from 0 to N - 1 and none twice; None: all of
             them. The numbers are not checked, because the host would have to wait for the GPU.
+        scales: float32 [N, G, D], the scales of an int8 s: row d of the state is s[..., d, :] * scales[..., d]. None
+            for another dtype of s.
     """
 
     s: Tensor
@@ -66,9 +68,10 @@ class DecodingState:
     p: int
     key_dim: int
     slots: Tensor | None = None
+    scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        narrow = self.s.dtype == torch.bfloat16 and self.z.dtype == torch.float32
+        narrow = self.s.dtype in NARROW and self.z.dtype == torch.float32
         # A PowerState checks the others.
         PowerState(self.z[..., None].expand_as(self.s) if narrow else self.s, self.z, self.p, self.key_dim)
         _check_slots(self.slots, self.s)
@@ -81,6 +84,11 @@ class DecodingState:
             "count": (heads, torch.int32),
             "arrived": (heads, torch.int32),
         }
+        if (self.scales is None) == (self.s.dtype == torch.int8):
+            got = type(self.scales).__name__
+            raise TypeError(f"a DecodingState has scales if s is int8; got {got} for {self.s.dtype}")
+        if self.scales is not None:
+            wanted["scales"] = (tuple(self.z.shape), torch.float32)
         for name, (shape, dtype) in wanted.items():
             x = check_dense(f"{name} of a DecodingState", getattr(self, name))
             if x.dtype != dtype or x.device != self.z.device:
@@ -113,7 +121,7 @@ class DecodingState:
             dtype: the dtype of keys and values in the tail: that of later inputs, or a wider one; None: that of
                 `state`.
             capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
-            state_dtype: of s: that of `state` (None), or bfloat16 for a float32 state.
+            state_dtype: of s: that of `state` (None), or bfloat16 or int8 for a float32 state.
         """
         if not isinstance(state, PowerState):
             raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
@@ -124,13 +132,11 @@ class DecodingState:
         if torch.promote_types(dtype, torch.float32) != state.s.dtype:
             raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
         state_dtype = state.s.dtype if state_dtype is None else state_dtype
-        if state_dtype not in (state.s.dtype, torch.bfloat16) or state.s.dtype == torch.float64 != state_dtype:
-            raise TypeError(
-                f"a {state.s.dtype} state is kept as it is, or in bfloat16 if it is float32; got {state_dtype}"
-            )
+        _check_kept(state.s.dtype, state_dtype)
         shape, device = (*state.s.shape[:2], capacity), state.s.device
+        s, scales = stored(state.s, state.z, state_dtype)
         return cls(
-            s=state.s.to(state_dtype).contiguous(),
+            s=s,
             z=state.z.contiguous(),
             tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
             tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
@@ -139,6 +145,7 @@ class DecodingState:
             arrived=torch.zeros(shape[:2], device=device, dtype=torch.int32),
             p=state.p,
             key_dim=state.key_dim,
+            scales=scales,
         )
 
     @property
@@ -184,11 +191,11 @@ class DecodingState:
     def put(self, state: PowerState | DecodingState) -> None:
         """Writes a state of as many sequences into the slots of the batch: a PowerState with an empty tail.
 
-        Raises ValueError where shapes, the power or the tail's room differ.
+        s gets the dtype that these slots have. Raises ValueError where shapes, the power or the tail's room differ.
         """
         if isinstance(state, PowerState):
             state = DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity)
-        given = state.taken().tensors()
+        given = state.taken().kept_in(self.s.dtype).tensors()
         for name, x in self.tensors().items():
             wanted = (self.batch, *x.shape[1:])
             if tuple(given[name].shape) != wanted or (state.p, state.key_dim) != (self.p, self.key_dim):
@@ -205,8 +212,24 @@ class DecodingState:
         if self.slots is not None:
             self.put(state)
             return self
-        narrow = torch.bfloat16 if self.s.dtype == torch.bfloat16 else None
+        narrow = self.s.dtype if self.s.dtype in NARROW else None
         return DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity, state_dtype=narrow)
+
+    def kept_in(self, state_dtype: torch.dtype) -> DecodingState:
+        """Returns the state with s in another dtype, float32, bfloat16 or int8. It shares the other tensors.
+
+        Raises TypeError for a float64 state.
+        """
+        if state_dtype == self.s.dtype:
+            return self
+        _check_kept(self.z.dtype, state_dtype)
+        s, scales = stored(self.sums(), self.z, state_dtype)
+        return replace(self, s=s, scales=scales)
+
+    def sums(self) -> Tensor:
+        """Returns s in the dtype of z, with its scales if it has any."""
+        s = self.s.to(self.z.dtype)
+        return s if self.scales is None else s * self.scales[..., None]
 
     def to(self, device: torch.device | str) -> DecodingState:
         """Moves the state to a device."""
@@ -260,18 +283,49 @@ class DecodingState:
         dtype = self.z.dtype if dtype is None else dtype
         held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
         tail_g = self.tail_g.masked_fill(~held, 0)
-        state = PowerState(self.s.to(self.z.dtype), self.z, self.p, self.key_dim)
+        state = PowerState(self.sums(), self.z, self.p, self.key_dim)
         return folded_state(state, self.tail_k, self.tail_v, tail_g, held, dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of all slots, by name."""
-        return {name: getattr(self, name) for name in _HELD}
+        held = {name: getattr(self, name) for name in _HELD}
+        return held if self.scales is None else held | {"scales": self.scales}
 
     def _replaced(self, tensors: dict[str, Tensor], slots: Tensor | None) -> DecodingState:
         return DecodingState(**tensors, p=self.p, key_dim=self.key_dim, slots=slots)
 
 
 _HELD = ("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived")
+NARROW = (torch.bfloat16, torch.int8)  # dtypes of s beside a z in float32
+LEAST_SCALE = 2.0**-126  # of a row in int8, so that its inverse is finite
+
+
+def _check_kept(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    if state_dtype != dtype and not (dtype == torch.float32 and state_dtype in NARROW):
+        raise TypeError(f"a {dtype} state is kept as it is, or in bfloat16 or int8 if it is float32; got {state_dtype}")
+
+
+def stored(s: Tensor, z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns a float32 s [..., D, V] in a dtype of a DecodingState, and its scales [..., D]: for int8, else None.
+
+    In int8 the largest number of a row becomes 127 or -127. Others are rounded up with a probability equal to their
+    fraction. Rounding to the nearest number would lose all tokens whose terms are smaller than half a step. A hash of
+    the number, of z [..., D] and of the column decides. So equal states are rounded alike, and a number that is rounded
+    again and again with a growing z is not always rounded in the same direction. A row with a number that is not finite
+    becomes NaN.
+    """
+    if dtype != torch.int8:
+        return s.to(dtype).contiguous(), None
+    scales = s.abs().amax(-1) / 127 + (s * 0).sum(-1)  # the second term is NaN if a number is not finite
+    scales = torch.where(scales < LEAST_SCALE, LEAST_SCALE, scales)
+    bits = s.contiguous().view(torch.int32) ^ (z.contiguous().view(torch.int32) * HASH[0])[..., None]
+    bits = (bits + torch.arange(s.shape[-1], dtype=torch.int32, device=s.device)) * HASH[1]
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * HASH[0]
+    upwards = ((bits >> 8) & 0xFFFFFF) * 2.0**-24
+    return (s * (1 / scales)[..., None] + upwards).floor().clamp(-127, 127).to(torch.int8), scales
+
+
+HASH = (-1640531535, -2048144777)  # odd factors of a hash: 0x9E3779B1 and 0x85EBCA77 as int32
 
 
 def _check_slots(slots: Tensor | None, s: Tensor) -> None:

@@ -43,6 +43,7 @@ class Decoder:
         most: the largest number of tokens of a request, prompt and answer; None: any number.
         prefixes: the cache that stores the states after prompts and answers.
         ends: tokens that end an answer.
+        state_dtype: of the sums of power attention, as in `Slots`.
         work: counts the time and the number of steps.
     """
 
@@ -55,11 +56,13 @@ class Decoder:
         most: int | None,
         prefixes: PrefixCache,
         ends: Collection[int],
+        state_dtype: torch.dtype | None,
         work: EngineTime,
     ):
         self.sequences: list[Sequence] = []  # by row of the slots
-        self.room = None if most is None else CacheRoom.of(model, slots, most)
-        self.slots = Slots(model, slots, most if self.room is not None and self.room.fixed else None)
+        self.room = None if most is None else CacheRoom.of(model, slots, most, state_dtype)
+        fixed = most if self.room is not None and self.room.fixed else None
+        self.slots = Slots(model, slots, fixed, state_dtype)
         self._tokenizer, self._prefixes, self._ends, self._work = tokenizer, prefixes, frozenset(ends), work
         self._device = model.embedding.weight.device
         self._ahead = runs_ahead(self._device)

@@ -59,8 +59,11 @@ class Engine:
         chunk: the number of tokens of a prompt that are read between two steps of decoding.
         prefixes: states to start from; None for none.
         ends: tokens that end an answer.
+        state_dtype: of the sums of power attention in slots, torch.bfloat16 or torch.int8; None: as the model has them.
+            Slots are then about a half or a quarter as large, and the sums are rounded.
 
-    Raises ValueError for numbers below 1 (`queue` below 0), and for slots for which there is not enough memory.
+    Raises ValueError for numbers below 1 (`queue` below 0), for slots for which there is not enough memory, and for a
+    `state_dtype` if the model has no sums of power attention.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Engine:
         chunk: int = 256,
         prefixes: PrefixCache | None = None,
         ends: Collection[int] = (),
+        state_dtype: torch.dtype | None = None,
     ):
         given = (
             ("slots", slots, 1),
@@ -89,7 +93,16 @@ class Engine:
         self._tokenizer, self._device = tokenizer, model.embedding.weight.device
         self._queue, self._waiting = queue, deque[Sequence]()
         self._most = most
-        self._decoder = Decoder(model, tokenizer, slots, most=most, prefixes=self.prefixes, ends=ends, work=self.work)
+        self._decoder = Decoder(
+            model,
+            tokenizer,
+            slots,
+            most=most,
+            prefixes=self.prefixes,
+            ends=ends,
+            state_dtype=state_dtype,
+            work=self.work,
+        )
         in_steps = self._decoder.reads_prompts
         self._reader = Reader(model, chunk, self.prefixes, in_steps=in_steps, work=self.work)
         self._changed = threading.Condition()

@@ -33,7 +33,7 @@ def test_rows():
     assert "| H 2, G 2, K = V = 4 | float32 | 2 | 2,000.0 |" in tables.decoding_gpu_table([row])
 
 
-@pytest.mark.parametrize("options", [{"state_dtype": "bfloat16"}, {"slotted": True}])
+@pytest.mark.parametrize("options", [{"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"slotted": True}])
 def test_rows_of_other_states(options):
     row = decoding_gpu.measure(replace(SMALL, **options), "cpu", context=16, copied=1 << 10)
     element = 2 if "state_dtype" in options else 4

@@ -1,4 +1,4 @@
-"""States of whole models with their sums in bfloat16."""
+"""States of whole models with their sums in bfloat16 or int8."""
 
 import pytest
 import torch
@@ -25,26 +25,32 @@ def read(model, state, tokens):
     return torch.cat([*found, logits[:, 0]]), state
 
 
+# The error of rounding a number, as a share of the largest one of its row. Half of a step of int8 is rounded at random.
+ROUNDING = {torch.bfloat16: 2**-9, torch.int8: 1 / 127}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("tails", [False, True])
-def test_steps_keep_the_form_and_err_by_roundings(tails, monkeypatch):
+def test_steps_keep_the_form_and_err_by_roundings(tails, dtype, monkeypatch):
     monkeypatch.setattr("sympow.layers.power.prefers_tail", lambda device, dtype: tails)
     model = small_model()
     tokens = torch.randint(VOCAB, (1, 26), generator=torch.Generator().manual_seed(3))
-    plain, narrow = model.init_state(1), narrowed(model.init_state(1))
+    plain, narrow = model.init_state(1), narrowed(model.init_state(1), dtype)
     assert narrow.nbytes < 0.8 * plain.nbytes and type(narrow) is type(plain)
     (expected, plain), (found, narrow) = (read(model, state, tokens) for state in (plain, narrow))
     for memory in memories(narrow):
         assert isinstance(memory, DecodingState)
-        assert (memory.s.dtype, memory.z.dtype) == (torch.bfloat16, torch.float32)
+        assert (memory.s.dtype, memory.z.dtype) == (dtype, torch.float32)
     wrong = (found - expected).norm() / expected.norm()
     # A few folds of a rounding each, in two layers; the head sees the sum of many.
-    assert 0 < wrong < 4 * 2**-9
+    assert 0 < wrong < 4 * ROUNDING[dtype]
 
 
-def test_context_files_take_them(tmp_path):
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_context_files_take_them(dtype, tmp_path):
     model = small_model()
     tokens = torch.randint(VOCAB, (1, 26), generator=torch.Generator().manual_seed(3))
-    _, state = read(model, narrowed(model.init_state(1)), tokens)
+    _, state = read(model, narrowed(model.init_state(1), dtype), tokens)
     expected = [memory.folded().s for memory in memories(state)]
     save_context(tmp_path / "a.ctx", model, Context(state, None, 27, Context.begin(model).digest))
     loaded = load_context(tmp_path / "a.ctx", model).state
@@ -54,5 +60,19 @@ def test_context_files_take_them(tmp_path):
 
 
 def test_float64_is_refused():
-    with pytest.raises(TypeError, match=r"a torch\.float64 state is kept as it is, or in bfloat16 if it is float32"):
+    with pytest.raises(TypeError, match=r"a torch\.float64 state is kept as it is, or in bfloat16 or int8 if it"):
         narrowed(small_model().double().init_state(1))
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"^sums are narrowed to torch\.bfloat16 or torch\.int8; got torch\.float16$"):
+        narrowed(small_model().init_state(1), torch.float16)
+
+
+def test_sums_change_from_one_dtype_to_another():
+    model = small_model()
+    _, state = read(model, narrowed(model.init_state(1)), torch.randint(VOCAB, (1, 26)))
+    for memory, again in zip(memories(state), memories(narrowed(state, torch.int8)), strict=True):
+        assert again.s.dtype == torch.int8
+        largest = memory.sums().abs().amax(-1, keepdim=True)
+        assert ((again.sums() - memory.sums()).abs() <= 1.01 * ROUNDING[torch.int8] * largest + 1e-30).all()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sympow.layers.state import narrowed
 from sympow.layers.state_file import serialize
 from sympow.models import Context, LanguageModel, MixerConfig, ModelConfig, generate, stream
 from sympow.models.slots import Slots, slot_bytes
@@ -116,6 +117,32 @@ def test_the_bytes_of_slots_are_planned(monkeypatch):
         monkeypatch.setattr("sympow.ops.memory.memory_of", lambda device, free=free: Memory(free, free))
         with pytest.raises(ValueError, match="a state for 3 slots needs") if free < needed else nullcontext():
             Slots(model, 3, most)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_slots_with_narrow_sums(dtype):
+    """Each row is as alone, and slots have the planned bytes. A wide state is narrowed when it is put."""
+    model = small_model("power")
+    slots, wide = Slots(model, 2, state_dtype=dtype), Slots(model, 2)
+    assert 0 <= 2 * slot_bytes(model, None, dtype) - slots.nbytes <= 2 * 40 and slots.nbytes < 0.8 * wide.nbytes
+    contexts = [Context.begin(model).read(model, prompt) for prompt in prompts()[:2]]
+    alone = [narrowed(context.state.clone(), dtype) for context in contexts]
+    for context in contexts:
+        slots.put(context.state, context.tokens)
+    for token in ([1, 2], [3, 4], [5, 6]):
+        expected = []
+        for row in range(2):
+            logits, alone[row] = model.step(torch.tensor([[token[row]]]), alone[row])
+            expected.append(logits)
+        torch.testing.assert_close(slots.step(torch.tensor(token)), torch.cat(expected))
+    sums = [x for layer in slots.take(1).layers for x in vars(layer.behind).values() if isinstance(x, DecodingState)]
+    assert sums and all(x.s.dtype == dtype for x in sums)
+
+
+def test_narrow_sums_need_power_attention():
+    with pytest.raises(ValueError, match=r"^torch\.int8 is for sums of power attention, and this model has none$"):
+        Slots(small_model("window"), 2, state_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("case", ["power", "rwkv7 body", "elu"])

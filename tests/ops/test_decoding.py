@@ -260,9 +260,11 @@ def test_kernel_is_a_proper_operator():
     case = Case(B=1, T=2, H=2, G=1, K=3, V=2)
     inputs = make_inputs(case, dtype=torch.float32)
     state = initial_state(case, inputs)
-    arguments = [*tensors(inputs), *state.tensors().values(), None, 2, 0.5, True, 1e-6]
     operator = torch.ops.sympow.power_decode.default
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    narrow = initial_state(case, inputs).kept_in(torch.int8)
+    for held in ([*state.tensors().values(), None], [*narrow.tensors().values()]):
+        arguments = [*tensors(inputs), *held, None, 2, 0.5, True, 1e-6]
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

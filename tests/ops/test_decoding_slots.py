@@ -1,4 +1,4 @@
-"""Steps on slots of a pool of states, against steps on states of their own; and states held in bfloat16."""
+"""Steps on slots of a pool of states, against steps on states of their own; and states held in bfloat16 or int8."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sympow.ops import DecodingState, PowerState, power_attention_step
+from sympow.ops.decoding_state import stored
 from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs
 
 GPU = DEVICE == "cuda"
@@ -42,7 +43,7 @@ def pool_of(state: DecodingState, paged: bool) -> DecodingState:
             at += -(-bytes_of_one // 64) * 64
         else:
             tensors[name] = torch.zeros(shape, dtype=x.dtype, device=DEVICE)
-        tensors[name].fill_(3 if x.dtype == torch.int32 else torch.nan)
+        tensors[name].fill_(torch.nan if x.is_floating_point() else 3)
     pool = replace(state, **tensors).at(torch.tensor(CHOSEN, dtype=torch.int32, device=DEVICE))
     pool.put(state)
     return pool
@@ -64,7 +65,9 @@ def needs(impl: str) -> None:
         pytest.importorskip("triton", reason="needs triton")
 
 
-@pytest.mark.parametrize(("paged", "state_dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("paged", "state_dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.int8)], ids=str
+)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_slot_is_stepped_as_a_state_of_its_own(name, impl, paged, state_dtype):
@@ -99,6 +102,61 @@ def test_a_state_in_bfloat16_errs_by_its_roundings(impl, dtype):
     assert 0 < wrong < 3 * 2**-9 + 2 * torch.finfo(dtype).eps
     for state in (exact, rounded):
         assert state.folded().s.dtype == torch.float32
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_state_in_int8_errs_by_its_roundings(impl):
+    """As in bfloat16, with a step of 1/127 of the largest number of a row."""
+    needs(impl)
+    inputs = tokens(CASE)
+    exact = plain_state(CASE, inputs)
+    rounded = plain_state(CASE, inputs, state_dtype=torch.int8)
+    assert (rounded.s.dtype, rounded.z.dtype) == (torch.int8, torch.float32)
+    assert rounded.nbytes == exact.nbytes - 3 * exact.s.nbytes // 4 + exact.z.nbytes
+    outs = [steps(CASE, inputs, each, impl) for each in (exact, rounded)]
+    assert 0 < (outs[1] - outs[0]).norm() / outs[0].norm() < 3 / 127
+    # Each of the three roundings errs by less than a step, and later decay makes none of them larger.
+    step = rounded.scales[..., None] * 3
+    assert ((rounded.sums() - exact.s).abs() <= 1.5 * step).all()
+
+
+def test_rounding_to_int8_is_right_on_average():
+    """Numbers between two steps are rounded up or down, so that small terms are not lost. The results are always
+    the same."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(64, 1000, generator=generator) * 1e-3 + 0.3
+    rows[:, 0] = 127
+    z = torch.rand(64, generator=generator)
+    found, scales = stored(rows, z, torch.int8)
+    assert torch.equal(scales, torch.ones(64)) and set(found[:, 1:].unique().tolist()) == {0, 1}
+    assert found[:, 1:].float().mean().item() == pytest.approx(0.3005, abs=0.01)
+    assert torch.equal(stored(rows.clone(), z, torch.int8)[0], found)
+    stepped = torch.zeros(64, 1000)
+    for _ in range(100):  # to the nearest step every number would stay 0
+        stepped[:, 0] = 127
+        z += 1
+        found, scales = stored(stepped + 0.1, z, torch.int8)
+        stepped = found * scales[:, None]
+    assert stepped[:, 1:].mean().item() == pytest.approx(10, rel=0.02)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_make_nan_of_an_int8_row(impl, bad):
+    """And of no other key/value head."""
+    needs(impl)
+    inputs = tokens(replace(CASE, G=2))
+    inputs["v"][0, 0, 0, 1] = bad
+    state = plain_state(replace(CASE, G=2), inputs, state_dtype=torch.int8)
+    out = steps(CASE, inputs, state, impl)
+    assert out[0, 3:, 0].isnan().all() and state.scales[0, 0].isnan().all()
+    assert out[0, :, 1].isfinite().all() and out[1].isfinite().all() and state.scales[1].isfinite().all()
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
+    rows = torch.tensor([[0.0, 0.0], [1e-42, -1e-42], [1e-37, 1e-38], [3e38, -3e38]])
+    found, scales = stored(rows, torch.zeros(4), torch.int8)
+    assert scales.isfinite().all() and ((found * scales[:, None] - rows).abs() <= 1.01 * scales[:, None]).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -153,7 +211,14 @@ def test_refusals():
     with pytest.raises(ValueError, match="the tensors of every slot of a DecodingState must be contiguous"):
         replace(pool, s=pool.s.transpose(2, 3).contiguous().transpose(2, 3))
     for state_dtype in (torch.float16, torch.float64):
-        with pytest.raises(TypeError, match="kept as it is, or in bfloat16 if it is float32; got"):
+        with pytest.raises(TypeError, match="kept as it is, or in bfloat16 or int8 if it is float32; got"):
             DecodingState.from_state(PowerState.zeros(1, 1, 2, 2), state_dtype=state_dtype)
-    with pytest.raises(TypeError, match="kept as it is, or in bfloat16"):
+    with pytest.raises(TypeError, match=r"a DecodingState has scales if s is int8; got Tensor for torch\.float32"):
+        replace(pool, scales=pool.z)
+    narrow = plain_state(CASE, inputs, state_dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"a DecodingState has scales if s is int8; got NoneType for torch\.int8"):
+        replace(narrow, scales=None)
+    with pytest.raises(ValueError, match=r"holds scales \[2, 1, 10\]; got \[2, 1, 9\]"):
+        replace(narrow, scales=narrow.scales[..., :9])
+    with pytest.raises(TypeError, match="kept as it is, or in bfloat16 or int8"):
         DecodingState.from_state(PowerState.zeros(1, 1, 2, 2, dtype=torch.float64), state_dtype=torch.bfloat16)

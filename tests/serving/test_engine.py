@@ -153,6 +153,19 @@ def test_an_end_token_ends_the_answer(model):
     assert last.usage.new_tokens == len(drawn) + 1
 
 
+def test_narrow_states_answer_alike(model):
+    """The slots take less memory, and prompts that are found in the cache are continued."""
+    wide = Engine(model, TOKENIZER, slots=2)
+    engine = Engine(model, TOKENIZER, slots=2, state_dtype=torch.int8, chunk=16, prefixes=PrefixCache(model, 1 << 26))
+    assert engine.nbytes < 0.6 * wide.nbytes
+    engine.start()
+    prompt = tokens(70)
+    first, second = (ask(engine, Client(prompt, 8))[0] for _ in range(2))
+    engine.close()
+    assert first[0][:1] == alone(model, prompt, 8)[:1] and len(first[0]) == len(second[0]) == 8
+    assert second[2].usage.cached_tokens == len(prompt)
+
+
 def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn():
     """A vocabulary is often filled up to a round number."""
     model = LanguageModel(ModelConfig(300, 32, 1, 2), seed=0)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.decoding_state import HASH, LEAST_SCALE
 from sympow.ops.feature_map import multinomials, spow_indices
 from sympow.ops.runtime.launcher import ahead, ceil_div, launch, next_power_of_2, operator
 from sympow.ops.triton.plan import Decoding, decoding
@@ -25,6 +26,8 @@ from sympow.ops.triton.primitives import power
 # Bytes of shared memory for tiles that are on their way. A program has 99 KB on those GPUs that have the least, and its
 # sums between threads take some of it.
 SHARED = 80 << 10
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_FIRST, _SECOND = (tl.constexpr(factor) for factor in HASH)
 
 
 @triton.jit
@@ -70,6 +73,19 @@ def _fold(
     return sums, total
 
 
+@triton.jit
+def _in_int8(x, z, col):
+    """Rounds rows [1, ROWS, COLUMNS] to int8 as `stored` of decoding_state.py does; returns them and scales [ROWS]."""
+    scale = tl.max(tl.abs(x), 2) / 127 + tl.sum(x * 0.0, 2)  # the second term is NaN if a number is not finite
+    scale = tl.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale)
+    bits = x.to(tl.int32, bitcast=True) ^ (z.to(tl.int32, bitcast=True) * _FIRST)[None, :, None]
+    bits = (bits + col[None, None, :]) * _SECOND
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _FIRST
+    upwards = ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
+    x = tl.floor(x * (1.0 / scale)[:, :, None] + upwards)
+    return tl.minimum(tl.maximum(x, -127.0), 127.0).to(tl.int8), tl.sum(scale, 0)
+
+
 @triton.jit(do_not_specialize=["room"])
 def decode(
     q,  # [B, H, K], with strides of sequences and heads
@@ -99,6 +115,8 @@ def decode(
     count_sn,
     arrived,
     arrived_sn,
+    scales,
+    scales_sn,
     index,  # tables of the rows of a state, see `tables`
     roots,
     parts,  # [B G, SPLITS + 1, HEADS, COLUMNS], workspace: the numerator's part of each program
@@ -153,6 +171,8 @@ def decode(
     tail_g += place * tail_g_sn + g * CAPACITY
     count += place * count_sn + g
     arrived += place * arrived_sn + g
+    if scales is not None:
+        scales += place * scales_sn + g * D
     held = tl.load(count)
     full = held + room > CAPACITY
     length = tl.where(full, 0, held)  # of the tail after it was folded, if it was
@@ -174,12 +194,17 @@ def decode(
                 tile += col[None, None, :]
                 present = (row < D)[None, :, None] & (col < V)[None, None, :]
                 rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
+                if scales is not None:
+                    rows *= tl.load(scales + row, mask=row < D, other=0.0)[None, :, None]
                 weights = tl.load(z + row, mask=row < D, other=0.0)
                 root = tl.load(roots + row, mask=row < D, other=0.0)
                 rows, weights = _fold(
                     rows, weights, tail_k, tail_v, tail_g, held, row, index, root, D,
                     K, V, P, COLUMNS, SPOTS, FOLDED,
                 )  # fmt: skip
+                if scales is not None:
+                    rows, unit = _in_int8(rows, weights, col)
+                    tl.store(scales + row, unit, mask=row < D)
                 tl.store(tile, rows.to(s.dtype.element_ty), mask=present)
                 tl.store(z + row, weights, mask=row < D)
             tl.debug_barrier()  # threads read rows that other threads of this program wrote
@@ -192,10 +217,12 @@ def decode(
             rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
             root = tl.load(roots + row, mask=row < D, other=0.0)
             phi = monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
-            products = phi[:, :, None] * rows
-            acc += tl.sum(tl.reshape(products, [HEADS, ROWS // LANES, LANES, COLUMNS]), 1)
             if NORMALIZE:
                 total += phi * tl.load(z + row, mask=row < D, other=0.0)[None, :]
+            if scales is not None:
+                phi *= tl.load(scales + row, mask=row < D, other=0.0)[None, :]
+            products = phi[:, :, None] * rows
+            acc += tl.sum(tl.reshape(products, [HEADS, ROWS // LANES, LANES, COLUMNS]), 1)
         gates = tl.load(tail_g + spot, mask=spot < length, other=0.0)
         left = power(scale, P) * tl.exp(gate + tl.sum(gates, 0))[:, None]
         tl.store(parts + (here + head)[:, None] * COLUMNS + col[None, :], tl.sum(acc, 1) * left)
@@ -260,11 +287,11 @@ def decode(
         tl.store(arrived, 0)
 
 
-def _fake(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, slots, p, scale, normalize, eps):
+def _fake(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, scales, slots, p, scale, normalize, eps):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-@operator(_fake, changes=("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived"))
+@operator(_fake, changes=("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived", "scales"))
 def power_decode(
     q: Tensor,
     k: Tensor,
@@ -277,6 +304,7 @@ def power_decode(
     tail_g: Tensor,
     count: Tensor,
     arrived: Tensor,
+    scales: Tensor | None,
     slots: Tensor | None,
     p: int,
     scale: float,
@@ -291,8 +319,9 @@ def power_decode(
     width = next_power_of_2(key_dim)
     wide = q.dtype == torch.float32
     plan = decoding(pairs, dim, rows, packed, width, columns, s.element_size(), wide, q.device)
-    # With a row of the state: its root, its z, its channels and, where these have 4 bytes, those channels of queries.
-    row = columns * s.element_size() + 4 * (1 + normalize + (p + 1) // 2 + (packed * p if wide else 0))
+    # With a row of the state: its root, its z, its scale, its channels and, where these have 4 bytes, those of queries.
+    numbers_a_row = 1 + normalize + (scales is not None) + (p + 1) // 2 + (packed * p if wide else 0)
+    row = columns * s.element_size() + 4 * numbers_a_row
     token = (width + columns) * tail_k.element_size() + 4
     plan = _fitted(plan, dim, row, max(plan.tokens * token, plan.ranks * packed * 4 * (columns + normalize)))
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
@@ -301,6 +330,7 @@ def power_decode(
     index, roots = tables(key_dim, p, q.device)
     state = {"s": s, "z": z, "tail_k": tail_k, "tail_v": tail_v, "tail_g": tail_g, "count": count, "arrived": arrived}
     numbers: dict[str, Any] = {f"{name}_sn": x.stride(0) for name, x in state.items()}
+    numbers |= {"scales_sn": 0 if scales is None else scales.stride(0)}
     for name, x in (("q", q), ("k", k), ("v", v)):
         numbers |= {f"{name}_sb": x.stride(0), f"{name}_s{'h' if name == 'q' else 'g'}": x.stride(2)}
     numbers |= {"g_sb": 0, "g_sg": 0} if log_g is None else {"g_sb": log_g.stride(0), "g_sg": log_g.stride(2)}
@@ -316,7 +346,7 @@ def power_decode(
         for i in range(time):
             now = {"q": q[:, i], "k": k[:, i], "v": v[:, i], "log_g": None if log_g is None else log_g[:, i]}
             launch(
-                decode, grid, numbers | {"room": together if i == 0 else 1}, **now, slots=slots, **state,
+                decode, grid, numbers | {"room": together if i == 0 else 1}, **now, slots=slots, **state, scales=scales,
                 index=index, roots=roots, parts=parts, totals=totals, out=out[:, i],
             )  # fmt: skip
     return out
