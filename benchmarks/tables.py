@@ -37,9 +37,9 @@ from sympow.recall.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("index.md", "guides/context-files.md", "guides/generation.md", "guides/serving.md", "guides/transformers.md",
-         "results/chunks.md", "results/context-scaling.md", "results/learning.md", "results/mqar.md",
-         "results/speed.md", "results/training.md")  # fmt: skip
+NAMES = ("index.md", "kernels.md", "guides/context-files.md", "guides/generation.md", "guides/serving.md",
+         "guides/transformers.md", "results/chunks.md", "results/context-scaling.md", "results/learning.md",
+         "results/mqar.md", "results/speed.md", "results/training.md")  # fmt: skip
 OTHERS = ("results/ar-hits.md", "results/conversion.md")  # tables of other programs
 MISSING = "Not measured yet."
 LONG_TEXT_FROM = 32_768  # the first end of a range of positions in the table of long text
@@ -338,6 +338,18 @@ def hf_generate_table(rows: list[dict]) -> str:
     return titled(heading, lines, rows, about)
 
 
+def state_dtype_table(rows: list[dict]) -> str:
+    """Returns a row for each dtype of the sums: the bytes of a state, and the loss beside that of float32."""
+    lines = []
+    for row in rows:
+        losses = [f"{row['loss']:.4f}", f"{row['more']:+.3%}", f"{row['more_in_last_tenth']:+.3%}"]
+        lines.append([row["state_dtype"], f"{row['state_bytes'] / 1e6:,.2f}", *losses])
+    about = (f"{rows[0]['model']}, {rows[0]['tokens']:,} held-out tokens as one sequence, sums rounded every "
+             f"{rows[0]['tokens_a_fold']} tokens")  # fmt: skip
+    heading = "sums | MB of a sequence | loss, nats | more than in float32 | more in the last tenth"
+    return titled(heading, lines, rows, about)
+
+
 TABLES = {
     "ops_cpu.csv": ops_table,
     "ops_h200.csv": gpu_table,
@@ -378,6 +390,8 @@ TABLES = {
     "long_row_h200.csv": long_row_table,
     "long_text_gpu.csv": long_text_table,
     "hf_generate_h200.csv": hf_generate_table,
+    "state_dtype_cpu.csv": state_dtype_table,
+    "state_dtype_gpu.csv": state_dtype_table,
     "serving_cpu.csv": serving_table,
     "serving_h200.csv": serving_table,
     "serving_load_cpu.csv": load_table,
