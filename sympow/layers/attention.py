@@ -324,8 +324,7 @@ class AttentionMixer(Mixer):
             return False
         if norm is None:
             return True
-        # The kernel gates what a norm of all channels gets, where it should gate what that norm returns.
-        return self.n_heads > 1 and is_as_made(norm, nn.RMSNorm) and takes_parts(self.value_dim, self.out.weight)
+        return is_as_made(norm, nn.RMSNorm) and takes_parts(self.value_dim, self.out.weight)
 
     def _qkv_start(self) -> Tensor | None:
         return getattr(self, "qkv_start", None)

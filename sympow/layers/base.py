@@ -349,7 +349,7 @@ def any_weight(mixer: nn.Module, linear: nn.Module) -> Tensor:
 
 def is_product(linear: nn.Module) -> bool:
     """Tells whether a call of `linear` computes a product and a bias only: `linear` is no adapter and has no hooks."""
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+    return _is_called_as_made(linear, nn.Linear)
 
 
 def is_as_made(part: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -358,11 +358,18 @@ def is_as_made(part: nn.Module, *kinds: type[nn.Module]) -> bool:
     It does not if the part has hooks, also such as all modules have, a `forward` of its own, or weights that are
     computed from others.
     """
-    hooks = (part._forward_hooks, part._forward_pre_hooks, _all._global_forward_hooks, _all._global_forward_pre_hooks)
-    if type(part) not in kinds or any(hooks) or "forward" in vars(part):
+    if not _is_called_as_made(part, *kinds):
         return False
     weights = (part.weight, getattr(part, "bias", None))
     return all(each is None or isinstance(each, nn.Parameter) for each in weights)
+
+
+def _is_called_as_made(part: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Tells whether a part is exactly of one of these classes, without hooks and without a `forward` of its own."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    of_all = (_all._global_forward_hooks, _all._global_forward_pre_hooks, _all._global_backward_hooks,
+              _all._global_backward_pre_hooks)  # fmt: skip
+    return type(part) in kinds and not any(hooks) and not any(of_all) and "forward" not in vars(part)
 
 
 def multiplies(linear: nn.Module, outputs: int, inputs: int) -> bool:

@@ -300,6 +300,21 @@ def test_an_adapter_or_a_hook_on_the_projection_is_heard():
         assert layer.projected(x).dtype == torch.bfloat16
 
 
+def test_changes_of_the_projection_that_its_class_does_not_show_are_heard():
+    layer = PowerAttention(16, 2)
+    x, seen = input_like(layer, dtype=torch.float32), []
+    expected = layer(x)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: seen.append(module))
+    layer(x)
+    hook.remove()
+    backward = layer.qkv.register_full_backward_hook(lambda module, *gradients: seen.append("backward"))
+    layer(x).sum().backward()
+    backward.remove()
+    assert layer.qkv in seen and "backward" in seen
+    layer.qkv.forward = lambda y: 2 * torch.nn.Linear.forward(layer.qkv, y)
+    assert not torch.allclose(layer(x), expected, rtol=1e-2)
+
+
 class Doubled(torch.nn.Module):
     """Stands for an adapter: gives twice what the layer gives that it wraps."""
 

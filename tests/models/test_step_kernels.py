@@ -277,6 +277,7 @@ def test_other_shapes(heads, body, calls, monkeypatch):
             torch.nn.init.ones_(model.blocks[0].mlp_in.bias)
         model = disturb(model, 0.1)
         results.append(model.step(torch.ones(2, 1, dtype=torch.int64, device=DEVICE), model.init_state(2))[0])
+    assert len(calls) == (CALLS + 1 if heads == 1 else CALLS - 1)
     assert_close(results[1], results[0])
 
 

@@ -48,6 +48,13 @@ def _heads_normed(x, norm, d, eps, D: tl.constexpr, HEAD: tl.constexpr, BLOCK: t
 
 
 @jit
+def _gated(x, gate, d, D: tl.constexpr):
+    """Multiplies channels d of x with silu(gate)."""
+    g = tl.load(gate + d, mask=d < D, other=0.0).to(tl.float32)
+    return x * g / (1.0 + tl.exp(-g))
+
+
+@jit
 def _taps(taps, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the values of each of WIDTH taps, for up to BLOCK channels."""
     values = ()
@@ -258,9 +265,8 @@ def few_rows(
         one = tl.load(x + b * D + d, mask=d < D, other=0.0).to(tl.float32)
         if HEAD > 0 and HEAD < D:
             one = _heads_normed(one, norm, d, eps, D, HEAD, BLOCK)
-        if gate is not None:
-            g = tl.load(gate + b * D + d, mask=d < D, other=0.0).to(tl.float32)
-            one = one * g / (1.0 + tl.exp(-g))
+        if gate is not None and HEAD != D:
+            one = _gated(one, gate + b * D, d, D)
         given += (one,)
         total += one if CENTERED else one * one
     if HEAD == D:
@@ -279,6 +285,8 @@ def few_rows(
             one = (given[c] - mean) * scale * norms[c].to(tl.float32)
             if center is not None:
                 one += centers[c].to(tl.float32)
+            if gate is not None:
+                one = _gated(one, gate + b * D, c * BLOCK + col, D)
             normed += (one,)
         given = normed
     if taps is not None:

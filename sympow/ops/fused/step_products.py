@@ -88,7 +88,7 @@ def takes_step(x: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     most = FEW_WIDE_ROWS if x.dtype == torch.float32 else MOST_ROWS
     if x.shape[1] != 1 or not 0 < x.shape[0] <= most or torch.is_grad_enabled() or autocast_dtype(x) is not None:
         return False
-    if torch.compiler.is_compiling() or not has_kernels(x.device, x.dtype) or is_followed(x):
+    if not has_kernels(x.device, x.dtype) or is_followed(x):
         return False
     return all(w is None or _plain(w, x) for w in tensors)
 
@@ -96,7 +96,8 @@ def takes_step(x: Tensor, tensors: Iterable[Tensor | None]) -> bool:
 def _plain(weight: Tensor, x: Tensor) -> bool:
     """Returns whether the kernel takes a weight for x."""
     same = type(weight) in (Tensor, torch.nn.Parameter) and weight.dtype == x.dtype and weight.device == x.device
-    return same and weight.is_contiguous() and weight.shape[-1] * weight.element_size() <= MOST_BYTES
+    narrow = weight.ndim < 2 or weight.shape[-1] * weight.element_size() <= MOST_BYTES  # a bias has any length
+    return same and weight.is_contiguous() and narrow
 
 
 class Results(NamedTuple):
