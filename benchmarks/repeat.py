@@ -25,6 +25,8 @@ TIME, RATE, RATIO, SEEDS = "time", "rate", "ratio", "seeds"
 SLOWER = 0.05  # of a time, a rate or a ratio
 GAP = 0.01  # nats, of models that were trained once: the median of the standard deviations over seeds in learning.csv
 POINT = 0.01  # of an accuracy: one question in a hundred
+# Columns of a case that `rows_named` leaves out: other columns say the same, or say it shorter.
+NOT_NAMED = ("mixers", "options", "train", "length", "pairs", "corpus", "impl", "form", "row_tokens", "micro_batch")
 
 
 class Rule(NamedTuple):
@@ -157,15 +159,15 @@ def _spread(rule: Rule, rows: Sequence[dict[str, Any]], row: dict[str, Any], col
     return round(2 * max(found.get(str(key_of(rule, row | {"seed": None}, row)), 0.0), median(found.values())), 5)
 
 
-def confirmed(table: Path, name: str, parts: Collection[Part]) -> int:
-    """Returns how many rows of a file were repeated with the present code.
+def confirmed(table: Path, name: str, parts: Collection[Part]) -> list[dict[str, Any]]:
+    """Returns the rows of a file that were repeated with the present code, by their keys.
 
-    Returns 0 if a value of one does not agree, and if a part is not repeated: by no row that runs as much of it. The
+    Returns none if a value of one does not agree, and if a part is not repeated: by no row that runs as much of it. The
     repetition of a row that is not in the file any more, because another measurement took its place, does not count.
     """
     lines = [line for line in known(table) if line["file"] == name]
     if not lines:
-        return 0
+        return []
     rule = rule_of(name)
     there = {(str(key_of(rule, row, row)), column, row.get(column)) for row in read(table.parent / name)
              for column in rule.values}  # fmt: skip
@@ -173,7 +175,29 @@ def confirmed(table: Path, name: str, parts: Collection[Part]) -> int:
     lines = [line for line in lines if is_present(part_of(name, line), line["commit"], line["code"])]
     repeated = {part_of(name, line) for line in lines}
     whole = all(any(own.name == part.name and {*own.not_run} <= {*part.not_run} for own in repeated) for part in parts)
-    return len({str(line["key"]) for line in lines}) if whole and all(line["agrees"] for line in lines) else 0
+    if not whole or not all(line["agrees"] for line in lines):
+        return []
+    return list({str(line["key"]): line["key"] for line in lines}.values())
+
+
+def rows_named(path: Path, keys: Sequence[dict[str, Any]]) -> str:
+    """Returns a line that says which rows of a file some keys mean: "model power, window; seed 0".
+
+    Columns that all rows of the file share are left out.
+    """
+    rows, parts = read(path), []
+    for column in keys[0]:
+        if column not in NOT_NAMED and len({str(row.get(column)) for row in rows}) > 1:
+            found = dict.fromkeys(_shown(key[column]) for key in keys if key.get(column) is not None)
+            parts.append(f"{column.replace('_', ' ')} {', '.join(found)}")
+    return "; ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value of a key as a page shows it."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return str(value)
 
 
 @refuses

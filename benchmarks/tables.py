@@ -3,9 +3,9 @@ lists the results whose code has changed since they were measured, and whose row
 same results and kernels does not count as changed, see `benchmarks.same`.
 
 A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results, or
-one of `benchmarks.pages.context_tables`. Lines below it name the files whose code has changed since, apart from those
-that `benchmarks.repeat` confirms. These lines alone are between `<!-- stale: PATTERN -->` and `<!-- end -->`, in pages
-whose tables other programs write.
+one of `benchmarks.pages.context_tables`. Lines below it name the files whose code has changed since, and of those that
+`benchmarks.repeat` confirms the rows that were repeated. These lines alone are between `<!-- stale: PATTERN -->` and
+`<!-- end -->`, in pages whose tables other programs write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.pages.mqar_tables import (
 )
 from benchmarks.pages.prose import filled, table
 from benchmarks.pages.serving_tables import load_table, serving_table
-from benchmarks.repeat import REPEATED, confirmed
+from benchmarks.repeat import REPEATED, confirmed, rows_named
 from sympow.recall.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -399,7 +399,7 @@ TABLES = {
 }
 
 
-def of_results(name: str) -> str:
+def of_results(name: str, of_readme: bool = False) -> str:
     """Returns the table of a name; a sentence where there is none yet. Below it, `stale_lines` of its files."""
     if name in context_tables.TABLES:
         text, sources = context_tables.TABLES[name](RESULTS), context_tables.SOURCES[name]
@@ -407,28 +407,43 @@ def of_results(name: str) -> str:
         text, sources = TABLES[name](read_results(path) if name.startswith("mqar") else read(path)), (name,)
     else:
         return MISSING
-    return "\n\n".join(filter(None, [text, stale_lines(sources)]))
+    return "\n\n".join(filter(None, [text, stale_lines(sources, of_readme)]))
 
 
-def stale_lines(names: Sequence[str]) -> str:
-    """Returns lines that name the files of earlier code among some, stale ones and confirmed ones; "" if none is."""
+def stale_lines(names: Sequence[str], of_readme: bool = False) -> str:
+    """Returns lines that name the files of earlier code among some, stale ones and confirmed ones; "" if none is.
+
+    They also name the rows that confirm a file. The README, which is short, has a link to the page that names them.
+    """
     late: list[str] = []
     agreeing: list[str] = []
-    rows = 0
     for name in sorted(names):
         if parts := earlier(RESULTS / name):
             repeated = confirmed(RESULTS / REPEATED, name, parts)
-            (agreeing if repeated else late).append(f"`{name}`")
-            rows += repeated
+            if not repeated:
+                late.append(f"`{name}`")
+                continue
+            count = f"{len(repeated)} row{'s' * (len(repeated) > 1)} repeated"
+            agree = "agree" if len(repeated) > 1 else "agrees"
+            if of_readme:
+                agreeing.append(f"`{name}`; [{count}]({_page_of(name)}) {agree}")
+            else:
+                agreeing.append(f"`{name}`; {count} {agree} ({rows_named(RESULTS / name, repeated)})")
     lines = [f"Stale, measured with earlier code: {', '.join(late)}."] if late else []
-    if agreeing:
-        lines.append(f"Measured with earlier code: {', '.join(agreeing)}; {rows} rows measured again agree.")
+    lines += [f"Measured with earlier code: {each}." for each in agreeing]
     return "\n\n".join(lines)
 
 
-def with_tables(text: str) -> str:
+def _page_of(name: str) -> str:
+    """Returns the path of the page in docs with the table of a file of results."""
+    return (
+        next(page for page in PAGES[1:] if f"<!-- table: {name} -->" in page.read_text()).relative_to(ROOT).as_posix()
+    )
+
+
+def with_tables(text: str, of_readme: bool = False) -> str:
     """Returns `text` with every table written anew, by name."""
-    return filled(text, of_results)
+    return filled(text, lambda name: of_results(name, of_readme))
 
 
 def with_stale_lines(text: str) -> str:
@@ -488,7 +503,7 @@ def main() -> int:
     late = 0
     for page in [*PAGES, *(ROOT / "docs" / name for name in OTHERS)]:
         old = page.read_text()
-        new = with_tables(old) if page in PAGES else with_stale_lines(old)
+        new = with_tables(old, page == PAGES[0]) if page in PAGES else with_stale_lines(old)
         late += new != old
         if not args.check:
             page.write_text(new)

@@ -64,7 +64,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
 def test_the_pages_show_the_committed_results():
     pages = [page.read_text() for page in tables.PAGES]
-    assert [tables.with_tables(page) for page in pages] == pages
+    assert [tables.with_tables(page, page == pages[0]) for page in pages] == pages
     shown = {name for page in pages for name in re.findall("<!-- table: (.*) -->", page)}
     assert shown == {*tables.TABLES, *tables.context_tables.TABLES}
     others = [(tables.ROOT / "docs" / name).read_text() for name in tables.OTHERS]

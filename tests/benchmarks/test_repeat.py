@@ -16,6 +16,7 @@ def patch_hashes(monkeypatch, code_hash):
     for module in (hashes, repeat):
         monkeypatch.setattr(module, "code_hash", code_hash)
     monkeypatch.setattr(hashes, "run_hash", lambda part, commit=None: code_hash(part.name, commit))
+    monkeypatch.setattr(hashes, "same_lines", lambda part: [])  # which are kept, and depend on the hashes
 
 
 @pytest.fixture
@@ -48,11 +49,30 @@ def test_a_file_is_confirmed(repeated, tmp_path, monkeypatch, capsys):
         (4096, "ms", 1.0, 1.0, "time"), (4096, "ratio", 2.0, 1.9, "ratio")]  # fmt: skip
     assert {(line["processor"], line["commit"], line["code"]) for line in lines} == {(H200, "unknown", NOW)}
     assert tables.stale_lines(["ops_h200.csv"]) == (
-        "Measured with earlier code: `ops_h200.csv`; 2 rows measured again agree."
+        "Measured with earlier code: `ops_h200.csv`; 2 rows repeated agree (T 1,024, 4,096)."
     )
     monkeypatch.setattr("sys.argv", ["tables", "--stale"])
     capsys.readouterr()
     assert (tables.main(), capsys.readouterr().out) == (0, "")  # nor is the record stale
+
+
+def test_a_note_says_which_rows_were_repeated(repeated, tmp_path, monkeypatch):
+    """By the columns in which rows of the file differ. The README leads to the page that says it."""
+    other = LOSS | {"variant": "window", "seed": 1}
+    old = [LOSS, LOSS | {"seed": 1}, other, other | {"seed": 0, "learning_rate": 0.00125}]
+    assert repeated("learning.csv", old, new(LOSS), new(other)) == (0, [])
+    assert tables.stale_lines(["learning.csv"]) == (
+        "Measured with earlier code: `learning.csv`; 2 rows repeated agree (variant power, window; seed 0, 1)."
+    )
+    (tmp_path / repeat.REPEATED).unlink()
+    assert repeated("learning.csv", old, new(old[3])) == (0, [])
+    assert tables.stale_lines(["learning.csv"]) == (
+        "Measured with earlier code: `learning.csv`; 1 row repeated agrees "
+        "(variant window; learning rate 0.00125; seed 0)."
+    )
+    assert tables.stale_lines(["learning.csv"], of_readme=True) == (
+        "Measured with earlier code: `learning.csv`; [1 row repeated](docs/results/learning.md) agrees."
+    )
 
 
 @pytest.mark.parametrize("changed", [{"ms": 1.051}, {"ratio": 1.89}, {"ratio": None}, {"ms": float("nan")}])
