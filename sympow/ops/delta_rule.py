@@ -89,7 +89,7 @@ def power_delta_rule(
     Source: Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers" (2021); Yang, Kautz,
     Hatamizadeh, "Gated Delta Networks" (2024), for p = 1.
     """
-    p, qk_norm, return_state = plain(p), plain(qk_norm), plain(return_state)
+    p = plain(p)
     check_flags(qk_norm=qk_norm, return_state=return_state)
     _check(q, k, v, beta, log_g, p)
     chunk_size = checked_chunk_size(chunk_size)
@@ -161,7 +161,7 @@ def power_delta_rule_step(
         ValueError, TypeError: as `power_delta_rule`. Results that leave the range are not checked: they come out as inf
             or NaN.
     """
-    p, qk_norm, inplace = plain(p), plain(qk_norm), plain(inplace)
+    p = plain(p)
     check_flags(qk_norm=qk_norm, inplace=inplace)
     _check(q, k, v, beta, log_g, p)
     if state is None:

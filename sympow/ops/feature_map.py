@@ -21,25 +21,10 @@ _TRACED = 256  # the largest power for which a dimension is computed by a loop
 
 
 def plain(number: Any) -> Any:
-    """Returns an integer or a bool of NumPy, such as `numpy.int64(2)`, as one of Python, and others as they are.
-
-    An array without axes is a number, because torch.compile makes arrays of NumPy's numbers.
-    """
-    if isinstance(number, np.ndarray):
-        return _of_array(number)
+    """Returns an integer or a bool of NumPy, such as `numpy.int64(2)`, as one of Python, and others as they are."""
     if isinstance(number, np.bool_):
         return bool(number)
     return int(number) if isinstance(number, np.integer) else number
-
-
-def _of_array(number: Any) -> Any:
-    """Returns an array without axes, or what torch.compile takes for one, as a number of Python."""
-    return number.item() if number.ndim == 0 and number.dtype.kind in "biuf" else number
-
-
-# The marks that `torch.compiler.disable` sets, which also loads the compiler: only outside of a graph there is a value.
-_of_array._torchdynamo_disable = True  # type: ignore[attr-defined]
-_of_array._torchdynamo_disable_msg = "a whole graph needs options of Python, not of NumPy"  # type: ignore[attr-defined]
 
 
 def shown(number: Any) -> str:

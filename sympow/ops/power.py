@@ -121,7 +121,7 @@ def power_attention(
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
     """
-    signature, return_state = None, plain(return_state)
+    signature = None
     if initial_state is cu_seqlens is context_group is rotation is None and not return_state:
         signature = signature_of(q, k, v, log_g, p, scale, normalize, eps, chunk_size, impl)
         if signature is not None:
@@ -133,7 +133,7 @@ def power_attention(
                 check_gates(log_g)
                 return PowerOutput(again(q, k, v, log_g), None)
     check_inputs(q, k, v, log_g)
-    p, normalize, scale, eps = plain(p), plain(normalize), plain(scale), plain(eps)
+    p, normalize = plain(p), plain(normalize)
     check_flags(return_state=return_state)
     check_options(p, scale, normalize, eps, q.dtype)
     chunk_size = checked_chunk_size(chunk_size)
@@ -247,8 +247,7 @@ def power_attention_step(
         TypeError: as `power_attention`.
     """
     check_inputs(q, k, v, log_g)
-    p, normalize, scale, eps = plain(p), plain(normalize), plain(scale), plain(eps)
-    inplace = plain(inplace)
+    p, normalize = plain(p), plain(normalize)
     check_flags(inplace=inplace)
     check_options(p, scale, normalize, eps, q.dtype)
     if not isinstance(state, (PowerState, DecodingState)):

@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
@@ -563,37 +561,3 @@ def test_zeros_are_made_in_a_graph():
     for strict in (False, True):
         exported = export(FromZeros(), tensors, strict=strict).module()
         torch.testing.assert_close(exported(*tensors), expected)
-
-
-NUMPY = [
-    {"normalize": np.bool_(False)}, {"return_state": np.bool_(True)}, {"p": np.int64(4)}, {"chunk_size": np.int32(4)},
-    {"scale": np.float32(0.5)}, {"eps": np.float64(1e-3)},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("option", NUMPY, ids=lambda option: next(iter(option)))
-def test_numbers_of_numpy_in_compiled_code(option):
-    """For a compiler they are arrays without values. A whole graph refuses them."""
-    torch.compiler.reset()
-    tensors = inputs(4)
-    found, expected = torch.compile(Op(**option), backend="eager")(*tensors), Op(**option)(*tensors)
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
-    with pytest.raises(Unsupported, match="a whole graph needs options of Python, not of NumPy"):
-        torch.compile(Op(**option), backend="eager", fullgraph=True)(*tensors)
-    torch.compiler.reset()
-
-
-def test_flags_of_numpy_that_change_between_compiled_calls():
-    """Of both ops. A graph that keeps a value of an earlier call would give the result of that call."""
-    torch.compiler.reset()
-    q, k, v, log_g = inputs(4)
-    beta = log_g.exp()
-    calls = [
-        lambda flag: power_attention(q, k, v, log_g, normalize=flag).out,
-        lambda flag: power_delta_rule(q, k, v, beta, log_g, qk_norm=flag).out,
-    ]
-    for call in calls:
-        compiled = torch.compile(call, backend="eager")
-        for flag in (True, False, True):
-            assert torch.equal(compiled(np.bool_(flag)), call(flag))
-    torch.compiler.reset()
