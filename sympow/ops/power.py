@@ -35,7 +35,6 @@ from sympow.ops.types import (
     PowerOutput,
     PowerState,
     Rotation,
-    check_apart,
     check_dense,
     check_flags,
     check_states,
@@ -255,8 +254,6 @@ def power_attention_step(
     check_state(state, q.shape[0], k, v, p)
     if inplace:
         check_writable(*((state.s, state.z) if isinstance(state, PowerState) else state.tensors().values()))
-        if isinstance(state, PowerState):
-            check_apart(state.s, state.z)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: StepOptions = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     if impl not in ("auto", "eager", "triton", "reference"):

@@ -116,51 +116,6 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def check_apart(s: Tensor, z: Tensor) -> None:
-    """Raises ValueError if s [B, G, D, V] and z [B, G, D] share numbers: a step would write each of them twice.
-
-    Views of one buffer that share none are taken. Tensors without addresses, of compilers, fake modes and transforms,
-    are not checked.
-    """
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if not (has_values(s) and has_values(z)) or wrapped(s) or wrapped(z) or not s.numel():
-        return
-    if _share(_Span.of(s), _Span.of(z)):
-        raise ValueError(
-            "a step that writes into its state needs memory for every number of it; got z in the memory of s: clone() z"
-        )
-
-
-class _Span(NamedTuple):
-    """Describes the memory of a tensor: the bytes from `first` to before `end`, and (step in bytes, size) of axes."""
-
-    first: int
-    end: int
-    axes: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Span:
-        axes = tuple((step * x.itemsize, size) for step, size in zip(x.stride(), x.shape, strict=True))
-        return cls(x.data_ptr(), x.data_ptr() + x.itemsize + sum(step * (size - 1) for step, size in axes), axes)
-
-    def inner(self) -> _Span:
-        """Returns the memory at the first place of the first axis."""
-        step, size = self.axes[0]
-        return _Span(self.first, self.end - step * (size - 1), self.axes[1:])
-
-
-def _share(x: _Span, y: _Span) -> bool:
-    """Returns whether two tensors share memory, or may: they do not if they alternate along axes of equal steps."""
-    if x.end <= y.first or y.end <= x.first:
-        return False
-    if not x.axes or not y.axes or x.axes[0] != y.axes[0]:
-        return True
-    (step, size), inner, other = x.axes[0], x.inner(), y.inner()
-    if size > 1 and max(inner.end, other.end) - min(inner.first, other.first) > step:
-        return True
-    return _share(inner, other)
-
-
 @dataclass(frozen=True)
 class PowerState:
     """Holds what power attention remembers of the past: (M9), in the symmetric-power basis (M7).

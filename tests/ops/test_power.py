@@ -325,39 +325,6 @@ def test_a_state_beyond_the_range_is_refused(size, v):
         power_attention(q, size * k, torch.full((1, 1, 1, 3), v), return_state=True, impl="reference")
 
 
-def shared_states() -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
-    """S [2, 2, 10, 3] and z [2, 2, 10] in one buffer, and whether they share numbers of it, by the layout."""
-    s, flat = torch.linspace(0, 1, 120).view(2, 2, 10, 3), torch.linspace(0, 1, 160)
-    wide, deep, pages = flat.view(2, 2, 10, 4), flat.view(2, 2, 4, 10), flat.view(2, 80)
-    short = flat[:158].view(2, 79)
-    array = s.clone().numpy()
-    return {
-        "one after the other": (flat[:120].view(2, 2, 10, 3), flat[120:].view(2, 2, 10), False),
-        "beside each channel": (wide[..., :3], wide[..., 3], False),
-        "behind the channels": (deep[:, :, :3].mT, deep[:, :, 3], False),
-        "pages": (pages[:, :60].view(2, 2, 10, 3), pages[:, 60:].view(2, 2, 10), False),
-        "a channel": (s, s[..., 1], True),
-        "the beginning": (s, s.flatten()[:40].view(2, 2, 10), True),
-        "pages that overlap": (short[:, :60].view(2, 2, 10, 3), short[:, 59:].view(2, 2, 10), True),
-        "one array": (torch.from_numpy(array), torch.from_numpy(array[..., 1]), True),
-    }
-
-
-@pytest.mark.parametrize("layout", shared_states())
-def test_a_step_in_place_on_s_and_z_of_one_buffer(layout):
-    """Where they share numbers, each would be written twice."""
-    s, z, shared = shared_states()[layout]
-    state = PowerState(s, z, 2, 4)
-    token = {"q": ones(2, 3, 4, 4), "k": ones(2, 3, 2, 4), "v": ones(2, 3, 2, 3)}
-    expected = power_attention_step(**token, state=state)
-    if shared:
-        with pytest.raises(ValueError, match=r"got z in the memory of s: clone\(\) z$"):
-            power_attention_step(**token, state=state, inplace=True)
-        return
-    assert torch.equal(power_attention_step(**token, state=state, inplace=True).out, expected.out)
-    assert torch.equal(s, expected.state.s) and torch.equal(z, expected.state.z)
-
-
 def test_inputs_that_are_not_finite_are_no_error():
     """They come from elsewhere, and a trainer that skips such steps looks at the loss."""
     q = torch.full((1, 3, 1, 4), float("nan"))
