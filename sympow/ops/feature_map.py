@@ -90,19 +90,6 @@ def spow_offset(key_dim: int, p: int, a: int) -> int:
     return spow_dim(key_dim, p) - (spow_dim(key_dim - a, p) if a < key_dim else 0)
 
 
-def spow_rows(tuples: Tensor, key_dim: int) -> Tensor:
-    """Returns the rows of (M7) of multi-indices [n, p] in any order: int64 [n].
-
-    Rows whose first index is a are a range of the list, and their other indices are a suffix of the list of one degree
-    less. So every index adds a number of rows. As a number in base K a multi-index can leave int64.
-    """
-    rows = torch.zeros(len(tuples), dtype=torch.int64)
-    for p, column in zip(range(tuples.shape[1], 0, -1), tuples.sort(1).values.unbind(1), strict=True):
-        starts = [spow_offset(key_dim, p, a) - (spow_offset(key_dim, p - 1, a) if p > 1 else 0) for a in range(key_dim)]
-        rows += torch.tensor(starts)[column]
-    return rows
-
-
 @kept(32)
 def multinomials(key_dim: int, p: int) -> Tensor:
     """Returns p! / prod_k hist_k! of every multi-index, the weights of (M7) squared: float64 [D], CPU.

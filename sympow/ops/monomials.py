@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.availability import constant_result, kept
-from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset, spow_rows
+from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset
 
 # First indices of monomials form at most this many groups. Few groups need few calls, but some rows occur twice.
 _GROUPS = 8
@@ -60,7 +60,10 @@ class Basis:
                 tuples.append(torch.cat([heads[:, None], tail.repeat(last - first, 1)], dim=1))
                 self.groups.append(Group(first, last, rest, start, start + len(heads)))
                 start += len(heads)
-            index = spow_rows(torch.cat(tuples), key_dim)
+            # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
+            base = key_dim ** torch.arange(p - 1, -1, -1)
+            numbers = (torch.cat(tuples).sort(dim=1).values * base).sum(1)
+            index = torch.searchsorted((spow_indices(key_dim, p) * base).sum(1), numbers)
         self.index = index  # for each row, the row of the public state (M7) that holds its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[index] = torch.arange(len(index))

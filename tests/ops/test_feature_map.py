@@ -11,7 +11,6 @@ from sympow.ops.feature_map import (
     spow_dim,
     spow_indices,
     spow_offset,
-    spow_rows,
     tpow,
     tpow_dim,
     tspow,
@@ -75,26 +74,3 @@ def test_bad_power(p, message):
 def test_bad_tile():
     with pytest.raises(ValueError, match="tile must divide key_dim=6; got tile=4"):
         tspow(torch.ones(6), 2, 4)
-
-
-@pytest.mark.parametrize(("key_dim", "p"), [(1, 3), (2, 5), (4, 3), (7, 2), (5, 1)])
-def test_rows_of_multi_indices(key_dim, p):
-    """In any order of the indices."""
-    index = spow_indices(key_dim, p)
-    assert torch.equal(spow_rows(index.flip(1), key_dim), torch.arange(len(index)))
-
-
-@pytest.mark.parametrize(("key_dim", "p"), [(9, 20), (10, 19), (64, 11)])
-def test_rows_of_multi_indices_that_are_no_int64_in_base_key_dim(key_dim, p):
-    """Multi-indices that follow each other in the list have rows that follow each other, and so do the ends."""
-    assert key_dim**p > 2**63
-    generator = torch.Generator().manual_seed(0)
-    found = torch.randint(key_dim, (64, p), generator=generator).sort(1).values
-    found = found[found[:, 0] < key_dim - 1]
-    following = found.clone()
-    for row in following:
-        last = int((row < key_dim - 1).nonzero()[-1])
-        row[last:] = row[last] + 1
-    assert torch.equal(spow_rows(following, key_dim), spow_rows(found, key_dim) + 1)
-    ends = torch.tensor([[0] * p, [key_dim - 1] * p])
-    assert spow_rows(ends, key_dim).tolist() == [0, spow_dim(key_dim, p) - 1]

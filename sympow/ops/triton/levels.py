@@ -31,9 +31,9 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from sympow.ops.feature_map import spow_indices, spow_rows
+from sympow.ops.feature_map import spow_indices
 from sympow.ops.runtime.launcher import padded_key_dim
-from sympow.ops.triton.rows import Basis
+from sympow.ops.triton.rows import Basis, public_rows
 
 TILE = 128  # rows of a state that are read at once; every level has a multiple of them
 _LEAST = 4  # the width of the last level
@@ -121,7 +121,7 @@ class Slopes:
         j = torch.arange(levels.width).repeat(block).expand_as(k)
         u = self.inner[:, None].expand(-1, k.shape[1], -1)
         tuples = torch.cat([u, k[..., None], j.clamp(min=skip)[..., None]], -1) - skip
-        self.rows = levels.representative[spow_rows(tuples.flatten(0, 1), levels.key_dim)].view_as(k)
+        self.rows = levels.representative[public_rows(tuples.flatten(0, 1), levels.key_dim)].view_as(k)
         self.entries = self.weights.view(torch.int32) | self.inner[:, 0].int() | self.inner[:, -1].int() << 8
 
 

@@ -22,7 +22,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_rows
+from sympow.ops.feature_map import multinomials, spow_dim, spow_indices
+
+
+def public_rows(tuples: Tensor, key_dim: int) -> Tensor:
+    """Returns the rows of (M7) of multi-indices [n, p] in any order."""
+    p = tuples.shape[1]
+    # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
+    base = key_dim ** torch.arange(p - 1, -1, -1)
+    public = (spow_indices(key_dim, p) * base).sum(1)
+    return torch.searchsorted(public, (tuples.sort(1).values * base).sum(1))
 
 
 def split(key_dim: int, p: int) -> int:
@@ -59,7 +68,7 @@ class Basis:
     def __init__(self, key_dim: int, p: int, tuples: Tensor):
         self.key_dim, self.p, self.count = key_dim, p, len(tuples)
         self.present = (tuples >= 0).all(1)
-        self.index = spow_rows(tuples.clamp(min=0), key_dim)  # of each row, the row of (M7) with its monomial
+        self.index = public_rows(tuples.clamp(min=0), key_dim)  # of each row, the row of (M7) with its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index[self.present]] = torch.arange(self.count)[self.present]
         self.roots = multinomials(key_dim, p).sqrt()
@@ -148,7 +157,7 @@ class Rows(Basis):
         # The rows (upper prefix, lower j) are those of the prefix that has j in place of its largest index.
         self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
         if self.upper and parts == 2:
-            others = spow_rows(self._tuples(self.prefixes[self.lower :], j[: self.half]), key_dim)
+            others = public_rows(self._tuples(self.prefixes[self.lower :], j[: self.half]), key_dim)
             self.mirror = self.representative[others].view(self.upper, self.half)
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -161,7 +170,7 @@ class Rows(Basis):
             for j in range(self.p):
                 tuples = channels.clone()
                 tuples[:, j] ^= 1
-                others.append(self.representative[spow_rows(tuples, self.key_dim)])
+                others.append(self.representative[public_rows(tuples, self.key_dim)])
             self._pairs[device] = channels.t().contiguous().int().to(device), torch.stack(others).int().to(device)
         return self._pairs[device]
 
