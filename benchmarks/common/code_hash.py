@@ -22,17 +22,19 @@ ALSO = {KERNELS: ("sympow.ops.fused",)}  # packages that belong to a part
 # Modules that the modules of a part import for other devices, or for graphs of plain torch. Its calls do not run them.
 NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.recomputed", "sympow.ops.reference")}
 
-# Modules that only the delta rule runs, those that only single steps run, and those that only steps of models run.
+# What only some rows run: modules of the delta rule, modules and functions of single steps, and modules of steps of
+# models.
 OF_DELTA_RULE = (f"{KERNELS}.delta", f"{KERNELS}.delta_kernels", f"{KERNELS}.delta_step", "sympow.ops.delta_rule",
                  "sympow.ops.delta_solve", "sympow.ops.delta_types", "sympow.ops.delta_reference",
                  "sympow.ops.eager_operators")  # fmt: skip
 OTHER_DELTA_RULE = "gated[ _-]delta[_-]?net"  # names of the mixer with the kernels of flash-linear-attention
-OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step")
+OF_STEPS = (f"{KERNELS}.decode", f"{KERNELS}.delta_step", f"{KERNELS}.adapt.step_with_tail", "sympow.ops.decoding",
+            "sympow.ops.decoding_state")  # fmt: skip
 OF_MODEL_STEPS = tuple(f"sympow.ops.fused.{name}" for name in ("step_products", "few_rows", "more_rows"))
 ENTRANCES = ("sympow.ops.power", "sympow.ops.rotary")  # that every row of kernels runs, whatever the kernels import
-# Files of results whose programs do no single step: they train, or time calls of whole rows.
+# Files of results whose programs do no single step: they train, or call the op or a model on whole rows.
 NO_STEPS = ("learning.csv", "context_scaling/*", "ar_hits/*", "conversion/smollm2-*", "mqar_*", "training_*", "ops_*",
-            "delta_gpu.csv", "chunks_*", "powers_*", "host_*")  # fmt: skip
+            "delta_gpu.csv", "chunks_*", "powers_*", "host_*", "positions_*", "long_row_*", "long_text_*")  # fmt: skip
 
 # Files of results that measure the host: calls with the same kernels and results may take another time there.
 OF_HOST = ("host_*", "ops_cpu.csv", "decoding_cpu.csv", "serving_cpu.csv", "serving_load_cpu.csv",
@@ -47,8 +49,8 @@ STRING_OR_COMMENT = re.compile(r"""('{3}|"{3}|'|")(?:\\.|[^\\])*?\1|#[^\n]*""", 
 
 
 class Part(NamedTuple):
-    """Describes the code that a row measured: a part of `sympow`, what of it the row does not run, and whether the row
-    measures the host, or a model that generates."""
+    """Describes the code that a row measured: a part of `sympow`, the modules and functions of it that the row does not
+    run, and whether the row measures the host, or a model that generates."""
 
     name: str
     not_run: tuple[str, ...] = ()
@@ -158,8 +160,20 @@ def run_hash(part: Part, commit: str | None = None) -> str | None:
 def hash_of_run(part: Part, files: Mapping[str, str]) -> str:
     """Returns what `run_hash` returns for a checkout of `files`. The underscores before names do not count."""
     also = () if part.name != KERNELS else ENTRANCES
-    lines = (_names_and_code(files[path])[1] for path in _modules(part.name, files, part.not_run, also))
+    lines = (_code_run(path, files[path], part.not_run) for path in _modules(part.name, files, part.not_run, also))
     return hashlib.sha256(re.sub(r"\b_+(?=[a-z])", "", "\n".join(lines)).encode()).hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _code_run(path: str, source: str, not_run: tuple[str, ...]) -> str:
+    """Returns the code of a module without those of its functions that `not_run` names."""
+    module = path.removesuffix(".py").replace("/", ".")
+    functions = {name.removeprefix(f"{module}.") for name in not_run if name.startswith(f"{module}.")}
+    lines = source.splitlines()
+    for node in ast.parse(source).body if functions else ():
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return _names_and_code("\n".join(lines))[1]
 
 
 def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:

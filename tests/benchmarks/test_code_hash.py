@@ -64,6 +64,7 @@ TRITON = {
     "sympow/ops/delta_solve.py": "solve = 1\n",
     "sympow/ops/power.py": "call = 1\n",  # which the kernels do not import
 }
+STEP = "def step_with_tail(x):\n    return x\n"
 POWER, DELTA = {"variant": "power"}, {"variant": "heads_delta"}
 
 
@@ -86,6 +87,15 @@ def test_what_a_row_runs(name, row, run):
     for path in TRITON:
         changed = before != code_hash.hash_of_run(part, TRITON | {path: TRITON[path] + "y = 0\n"})
         assert changed == (path.rsplit("/", 1)[1][:-3] in run), path
+
+
+def test_a_row_without_steps_does_not_run_their_functions():
+    adapt, path = TRITON["sympow/ops/triton/adapt.py"], "sympow/ops/triton/adapt.py"
+    others = (adapt + STEP, adapt + STEP.replace("return x", "return 2 * x"), adapt + STEP + "y = 0\n")
+    for name, same in (("learning.csv", [True, False]), ("decoding_h200.csv", [False, False])):
+        part = code_hash.part_of(name, POWER)
+        first, *found = (code_hash.hash_of_run(part, TRITON | {path: source}) for source in others)
+        assert [each == first for each in found] == same
 
 
 def test_the_underscore_of_a_name_does_not_count():
