@@ -347,29 +347,28 @@ def any_weight(mixer: nn.Module, linear: nn.Module) -> Tensor:
     return weight
 
 
-def is_product(linear: nn.Module) -> bool:
-    """Tells whether a call of `linear` computes a product and a bias only: `linear` is no adapter and has no hooks."""
-    return _is_called_as_made(linear, nn.Linear)
+def is_plain(part: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Tells whether a part of a model is exactly of one of these classes, and a call runs the `forward` of that class.
+
+    It does more if the part has hooks, also such as all modules have, or a `forward` of its own.
+    """
+    hooks = (
+        part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks,
+        _all._global_forward_hooks, _all._global_forward_pre_hooks,
+        _all._global_backward_hooks, _all._global_backward_pre_hooks,
+    )  # fmt: skip
+    if type(part) not in kinds or any(hooks):
+        return False
+    # Compiled code notices when this changes. It does not notice new names in vars(part).
+    return getattr(part.forward, "__func__", None) is type(part).forward
 
 
 def is_as_made(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Tells whether a part of a model is exactly of one of these classes, and its call computes what they compute.
-
-    It does not if the part has hooks, also such as all modules have, a `forward` of its own, or weights that are
-    computed from others.
-    """
-    if not _is_called_as_made(part, *kinds):
+    """Tells whether a part of a model is plain, see `is_plain`, and its weights are not computed from others."""
+    if not is_plain(part, *kinds):
         return False
     weights = (part.weight, getattr(part, "bias", None))
     return all(each is None or isinstance(each, nn.Parameter) for each in weights)
-
-
-def _is_called_as_made(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Tells whether a part is exactly of one of these classes, without hooks and without a `forward` of its own."""
-    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    of_all = (_all._global_forward_hooks, _all._global_forward_pre_hooks, _all._global_backward_hooks,
-              _all._global_backward_pre_hooks)  # fmt: skip
-    return type(part) in kinds and not any(hooks) and not any(of_all) and "forward" not in vars(part)
 
 
 def multiplies(linear: nn.Module, outputs: int, inputs: int) -> bool:

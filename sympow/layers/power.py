@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
 from sympow.layers.attention import BLOCK, AttentionMixer, HeadOptions, Projections
-from sympow.layers.base import any_weight, is_product, state_options
+from sympow.layers.base import any_weight, is_plain, state_options
 from sympow.layers.float32_linear import Float32Linear, linears_float32
 from sympow.layers.initial import gate_biases
 from sympow.layers.state import After, Device, DType, MixerState
@@ -149,7 +149,7 @@ class PowerAttention(AttentionMixer):
         """Projects x [B, T, d] and adds `qkv_start`, the source of the initial score: [B, T, H K + G K + G V]."""
         if self.qkv_start is None:
             return self.qkv(x)
-        if is_product(self.qkv):
+        if is_plain(self.qkv, nn.Linear):
             return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start)  # without another pass over all tokens
         y = self.qkv(x)
         return y + self.qkv_start.to(y.dtype)

@@ -10,6 +10,7 @@ from sympow.layers import LinearAttention, PowerAttention, SoftmaxAttention
 from sympow.layers.registry import make_mixer
 from sympow.ops import DecodingState
 from sympow.ops.types import OutOfRangeError
+from tests.changed_linear import CHANGES, own_forward
 from tests.draws import disturb, normal
 
 
@@ -287,32 +288,40 @@ def test_older_weights_hold_the_start_in_their_biases():
 
 
 @torch.no_grad()
-def test_an_adapter_or_a_hook_on_the_projection_is_heard():
+def test_an_adapter_of_the_projection_is_heard():
     layer = PowerAttention(16, 2)
-    x, seen = input_like(layer, dtype=torch.float32), []
+    x = input_like(layer, dtype=torch.float32)
     expected = layer(x)
-    hook = layer.qkv.register_forward_hook(lambda module, given, out: seen.append(out))
-    torch.testing.assert_close(layer(x), expected)
-    hook.remove()
     layer.qkv = Doubled(layer.qkv)
-    assert len(seen) == 1 and not torch.allclose(layer(x), expected, rtol=1e-2)
+    assert not torch.allclose(layer(x), expected, rtol=1e-2)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.projected(x).dtype == torch.bfloat16
 
 
-def test_changes_of_the_projection_that_its_class_does_not_show_are_heard():
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_the_projection_is_heard(change):
     layer = PowerAttention(16, 2)
-    x, seen = input_like(layer, dtype=torch.float32), []
+    x, found = input_like(layer, dtype=torch.float32).requires_grad_(), []
+    undo = change(layer.qkv)
+    try:
+        for y in (layer.projected(x), layer.qkv(x) + layer.qkv_start):
+            found.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    finally:
+        undo()
+    torch.testing.assert_close(*found)
+
+
+def test_a_compiled_layer_hears_a_forward_that_its_projection_gets():
+    layer = PowerAttention(16, 2)
+    x = input_like(layer, dtype=torch.float32)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
     expected = layer(x)
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: seen.append(module))
-    layer(x)
-    hook.remove()
-    backward = layer.qkv.register_full_backward_hook(lambda module, *gradients: seen.append("backward"))
-    layer(x).sum().backward()
-    backward.remove()
-    assert layer.qkv in seen and "backward" in seen
-    layer.qkv.forward = lambda y: 2 * torch.nn.Linear.forward(layer.qkv, y)
+    torch.testing.assert_close(compiled(x), expected)
+    own_forward(layer.qkv)
+    torch.testing.assert_close(compiled(x), layer(x))
     assert not torch.allclose(layer(x), expected, rtol=1e-2)
+    torch.compiler.reset()
 
 
 class Doubled(torch.nn.Module):

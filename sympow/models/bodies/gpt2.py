@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import is_product
+from sympow.layers.base import is_plain
 from sympow.models.bodies.base import PreNormBlock
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
@@ -51,7 +51,7 @@ class GPT2Block(PreNormBlock):
 
     def takes_kernels(self, x: Tensor) -> bool:
         """Returns whether the MLP is two products with a kernel between them, and all gradients are to be computed."""
-        if not (is_product(self.mlp_in) and is_product(self.mlp_out)):
+        if not (is_plain(self.mlp_in, nn.Linear) and is_plain(self.mlp_out, nn.Linear)):
             return False
         learned = self.mlp_in.bias is not None and self.mlp_in.bias.requires_grad and self.mlp_out.weight.requires_grad
         learned = learned and torch.is_grad_enabled()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sympow.models import LanguageModel, ModelConfig
 from sympow.ops.fused import gelu_linear as kernels
+from tests.changed_linear import CHANGES
 from tests.draws import normal
 from tests.ops.contract import DEVICE
 
@@ -83,6 +84,18 @@ def test_a_block_with_weights_that_are_not_trained_does_not(monkeypatch):
     block.mlp_out.weight.requires_grad_(True)
     block.mlp_in.bias = None
     assert not block.takes_kernels(x)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("part", ["mlp_in", "mlp_out"])
+def test_a_block_with_a_changed_layer_does_not(part, change, monkeypatch):
+    monkeypatch.setattr("sympow.models.bodies.gpt2.has_kernels", lambda device, dtype: True)
+    block = LanguageModel(ModelConfig(16, 16, 2, 1, body="gpt2"), seed=0).blocks[0]
+    undo = change(getattr(block, part))
+    try:
+        assert not block.takes_kernels(torch.zeros(1, 3, 16))
+    finally:
+        undo()
 
 
 def test_a_block_takes_them(monkeypatch):
