@@ -145,7 +145,7 @@ def few_rows(
     x,  # [B, D]
     norm,  # [D] or [HEAD], or None: no norm
     center,  # [D], the bias of the norm, or None
-    gate,  # [B, D]: x is multiplied by silu(gate), or None
+    gate,  # [B, D]: after the norm, the row is multiplied by silu(gate); or None
     taps,  # [D, WIDTH], or None: no convolution
     offset,  # [D]
     past,  # [B, WIDTH - 1, D], strides past_sb and past_st

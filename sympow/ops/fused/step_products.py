@@ -135,7 +135,7 @@ def step_products(
         second: another one; it has no function.
         narrow: up to two products with few outputs. Their results are float32.
         norm: of x before the products. A norm of parts is an RMSNorm; `takes_parts` tells which the kernel takes.
-        gate: [B, 1, d], for a factor silu(gate) after a norm of parts, or without a norm.
+        gate: [B, 1, d], for a factor silu(gate), after the norm if there is one.
         taps: a convolution after the norm. The inputs before are changed only if the result has no `inputs`.
         turn: the rotation of the first outputs of the first product.
         residual: [B, 1, n], added to the first result.

@@ -116,9 +116,10 @@ def test_the_projections_of_a_mixer(rows, dtype, width):
 
 
 @pytest.mark.parametrize(("rows", "dtype"), ROWS)
-def test_the_output_of_a_mixer(rows, dtype):
+@pytest.mark.parametrize(("heads", "channels"), [(3, 8), (1, 24), (1, 1500)])
+def test_the_output_of_a_mixer(rows, dtype, heads, channels):
     """A norm of heads, a gate, a bias, the residual, and a convolution elsewhere that gets its newest input."""
-    heads, channels, outputs = 3, 8, 22
+    outputs = 22
     y, gate = drawn(dtype, rows, 1, heads * channels), drawn(dtype, rows, 1, heads * channels, seed=1)
     norm = Norm(1 + drawn(dtype, channels, seed=2, scale=0.3), None, 1e-6, False)
     weight, bias = drawn(dtype, outputs, heads * channels, seed=3, scale=0.2), drawn(dtype, outputs, seed=4)
