@@ -344,7 +344,7 @@ def state_dtype_table(rows: list[dict]) -> str:
     for row in rows:
         losses = [f"{row['loss']:.4f}", f"{row['more']:+.3%}", f"{row['more_in_last_tenth']:+.3%}"]
         lines.append([row["state_dtype"], f"{row['state_bytes'] / 1e6:,.2f}", *losses])
-    about = (f"{rows[0]['model']}, {rows[0]['tokens']:,} held-out tokens as one sequence, sums rounded every "
+    about = (f"{rows[0]['model']}, the first {rows[0]['tokens']:,} held-out tokens as one sequence, rounded every "
              f"{rows[0]['tokens_a_fold']} tokens")  # fmt: skip
     heading = "sums | MB of a sequence | loss, nats | more than in float32 | more in the last tenth"
     return titled(heading, lines, rows, about)

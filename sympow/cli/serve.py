@@ -59,8 +59,8 @@ def add(command: AddCommand) -> None:
                "Keep X GiB of these states in --cache-dir (default: 10).", type=decimal, metavar="X")  # fmt: skip
     serve.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     serve.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32",
-                       help="Hold the sums of power attention in this dtype (default: float32). int8 makes them about "
-                            "a quarter as large, and rounds them.")  # fmt: skip
+                       help="Hold the sums of power attention in this dtype (default: float32). int8 makes a slot "
+                            "about a third as large, and rounds the sums.")  # fmt: skip
     serve.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(serve)
     serve.set_defaults(execute=run_serve, check=_check_disk)

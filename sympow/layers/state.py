@@ -253,7 +253,7 @@ def _batch(value: Any) -> int | None:
 
 
 def narrowed(state: S, dtype: torch.dtype = torch.bfloat16) -> S:
-    """Returns a state with the sums of power attention in bfloat16 or int8: about a half or a quarter as large.
+    """Returns a state with the sums of power attention in bfloat16 or int8. It is about half or a third as large.
 
     All other tensors are unchanged, and steps continue the state in this form. On every device the sums then have a
     tail (`DecodingState`), so that they are rounded once for several tokens, and not at every token. The delta rule

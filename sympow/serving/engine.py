@@ -60,7 +60,7 @@ class Engine:
         prefixes: states to start from; None for none.
         ends: tokens that end an answer.
         state_dtype: of the sums of power attention in slots, torch.bfloat16 or torch.int8; None: as the model has them.
-            Slots are then about a half or a quarter as large, and the sums are rounded.
+            Slots are then about half or a third as large, and the sums are rounded.
 
     Raises ValueError for numbers below 1 (`queue` below 0), for slots for which there is not enough memory, and for a
     `state_dtype` if the model has no sums of power attention.

@@ -54,8 +54,8 @@ from sympow.ops.triton.delta import delta_rule
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 AHEAD = {"AHEAD": True}  # of kernels that Hopper can start before the kernel before has ended
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
-         torch.int64: "*i64"}  # fmt: skip
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8",
+         torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
 
 
 # ptxas of CUDA 12.8 loses the address of an operand of a product in shared memory where another operand, in another
@@ -156,14 +156,19 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
 
 
 def decoding_launches(key_dim: int, hopper: bool) -> list[tuple]:
-    """Of a gated step: a batch of one, also of two tokens, and one with many heads, in bfloat16 and float32, and heads
-    that share."""
-    shapes = ((1, 2, 2, torch.bfloat16), (4, 1, 2, torch.float32), (4, 1, 12, torch.bfloat16))
+    """Of a gated step: a batch of one, also of two tokens, and one with many heads, in bfloat16 and float32, heads that
+    share, and a state in int8."""
+    shapes = (
+        (1, 2, 2, torch.bfloat16, None),
+        (4, 1, 2, torch.float32, None),
+        (4, 1, 12, torch.bfloat16, None),
+        (4, 1, 12, torch.bfloat16, torch.int8),
+    )
     early = mock.patch.object(decode, "ahead", lambda device: AHEAD if hopper else {"AHEAD": False})
     with early, recording() as recorded:
-        for batch, time, heads, dtype in shapes:
+        for batch, time, heads, dtype, state_dtype in shapes:
             before = PowerState.zeros(batch, 2, key_dim, key_dim)
-            state = DecodingState.from_state(before, dtype=dtype)
+            state = DecodingState.from_state(before, dtype=dtype, state_dtype=state_dtype)
             q, k, v = (torch.empty(batch, time, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
             options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
             step_with_tail(q, k, v, torch.empty(batch, time, 2), state, **options)
