@@ -50,6 +50,9 @@ def run(options: argparse.Namespace) -> None:
     keys = api_keys(options.api_keys)
     cache = None if options.cache_dir is None else Path(options.cache_dir)
     disk = CACHE_DISK if options.cache_disk is None else options.cache_disk
+    memory, narrow = round(_GIB * options.cache_memory), None
+    if options.state_dtype != "float32":
+        narrow = getattr(torch, options.state_dtype)
     engine = Engine(
         served.model,
         served.tokenizer,
@@ -57,9 +60,9 @@ def run(options: argparse.Namespace) -> None:
         most=options.max_prompt_tokens + options.max_new_tokens,
         queue=options.queue,
         chunk=options.prefill_chunk or (1024 if device.type == "cuda" else 256),
-        prefixes=PrefixCache(served.model, round(_GIB * options.cache_memory), cache, round(_GIB * disk)),
+        prefixes=PrefixCache(served.model, memory, cache, round(_GIB * disk), narrow),
         ends=end_tokens(served.folder, served.tokenizer),
-        state_dtype=None if options.state_dtype == "float32" else getattr(torch, options.state_dtype),
+        state_dtype=narrow,
     )
     template = ChatTemplate.of(served.folder)
     name = options.name or served.folder.resolve().name

@@ -344,7 +344,7 @@ def continue_power(
         return out, after
     if torch.is_grad_enabled():
         return out, state.continued(after)
-    state.put(after)  # in place, so that the states of all layers are in memory only once
+    state.put(after, later=True)  # in place, so that the states of all layers are in memory only once
     return out, state
 
 

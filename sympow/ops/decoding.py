@@ -72,7 +72,9 @@ def step_with_tail(
         # A count on a GPU is not known to the host, and the host would have to wait to read it.
         if full.device.type != "cpu" or not has_values(full) or full.any():
             after = state.folded()
-            s, scales = stored(after.s, after.z, state.s.dtype)
+            if state.folds is not None:
+                state.folds.add_(full)
+            s, scales = stored(after.s, state.s.dtype, state.folds)
             state.s.copy_(torch.where(full[..., None, None], s, state.s))
             z.copy_(torch.where(full[..., None], after.z, z))
             if state.scales is not None and scales is not None:

@@ -56,6 +56,8 @@ class DecodingState:
             them. The numbers are not checked, because the host would have to wait for the GPU.
         scales: float32 [N, G, D], the scales of an int8 s: row d of the state is s[..., d, :] * scales[..., d]. None
             for another dtype of s.
+        folds: int32 [N, G], how often an int8 s was rounded since it was made. It decides how numbers are rounded next.
+            None for another dtype of s.
     """
 
     s: Tensor
@@ -69,6 +71,7 @@ class DecodingState:
     key_dim: int
     slots: Tensor | None = None
     scales: Tensor | None = None
+    folds: Tensor | None = None
 
     def __post_init__(self) -> None:
         narrow = self.s.dtype in NARROW and self.z.dtype == torch.float32
@@ -84,11 +87,12 @@ class DecodingState:
             "count": (heads, torch.int32),
             "arrived": (heads, torch.int32),
         }
-        if (self.scales is None) == (self.s.dtype == torch.int8):
-            got = type(self.scales).__name__
-            raise TypeError(f"a DecodingState has scales if s is int8; got {got} for {self.s.dtype}")
-        if self.scales is not None:
-            wanted["scales"] = (tuple(self.z.shape), torch.float32)
+        of_int8 = {"scales": (tuple(self.z.shape), torch.float32), "folds": (heads, torch.int32)}
+        for name in of_int8:
+            if (getattr(self, name) is None) == (self.s.dtype == torch.int8):
+                got = type(getattr(self, name)).__name__
+                raise TypeError(f"a DecodingState has {name} if s is int8; got {got} for {self.s.dtype}")
+        wanted |= of_int8 if self.s.dtype == torch.int8 else {}
         for name, (shape, dtype) in wanted.items():
             x = check_dense(f"{name} of a DecodingState", getattr(self, name))
             if x.dtype != dtype or x.device != self.z.device:
@@ -134,7 +138,8 @@ class DecodingState:
         state_dtype = state.s.dtype if state_dtype is None else state_dtype
         _check_kept(state.s.dtype, state_dtype)
         shape, device = (*state.s.shape[:2], capacity), state.s.device
-        s, scales = stored(state.s, state.z, state_dtype)
+        folds = torch.zeros(shape[:2], device=device, dtype=torch.int32) if state_dtype == torch.int8 else None
+        s, scales = stored(state.s, state_dtype, folds)
         return cls(
             s=s,
             z=state.z.contiguous(),
@@ -146,6 +151,7 @@ class DecodingState:
             p=state.p,
             key_dim=state.key_dim,
             scales=scales,
+            folds=folds,
         )
 
     @property
@@ -188,14 +194,17 @@ class DecodingState:
             return self
         return self._replaced({name: x.index_select(0, self.slots) for name, x in self.tensors().items()}, None)
 
-    def put(self, state: PowerState | DecodingState) -> None:
+    def put(self, state: PowerState | DecodingState, *, later: bool = False) -> None:
         """Writes a state of as many sequences into the slots of the batch: a PowerState with an empty tail.
 
-        s gets the dtype that these slots have. Raises ValueError where shapes, the power or the tail's room differ.
+        s gets the dtype that these slots have. With `later` the state is a later one of the sequences in these slots,
+        so an int8 s is rounded as if its tail had been folded. Raises ValueError where shapes, the power or the tail's
+        room differ.
         """
         if isinstance(state, PowerState):
             state = DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity)
-        given = state.taken().kept_in(self.s.dtype).tensors()
+        folds = self.taken().folds if later else None
+        given = state.taken()._kept_in(self.s.dtype, None if folds is None else folds + 1).tensors()
         for name, x in self.tensors().items():
             wanted = (self.batch, *x.shape[1:])
             if tuple(given[name].shape) != wanted or (state.p, state.key_dim) != (self.p, self.key_dim):
@@ -210,21 +219,27 @@ class DecodingState:
     def continued(self, state: PowerState) -> DecodingState:
         """Returns `state` with an empty tail, kept as this one is: in its slots, if it has slots, and in its dtypes."""
         if self.slots is not None:
-            self.put(state)
+            self.put(state, later=True)
             return self
-        narrow = self.s.dtype if self.s.dtype in NARROW else None
-        return DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity, state_dtype=narrow)
+        after = DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity)
+        narrow = self.s.dtype in NARROW
+        return after._kept_in(self.s.dtype, None if self.folds is None else self.folds + 1) if narrow else after
 
     def kept_in(self, state_dtype: torch.dtype) -> DecodingState:
         """Returns the state with s in another dtype, float32, bfloat16 or int8. It shares the other tensors.
 
         Raises TypeError for a float64 state.
         """
+        return self._kept_in(state_dtype, None)
+
+    def _kept_in(self, state_dtype: torch.dtype, folds: Tensor | None) -> DecodingState:
         if state_dtype == self.s.dtype:
             return self
         _check_kept(self.z.dtype, state_dtype)
-        s, scales = stored(self.sums(), self.z, state_dtype)
-        return replace(self, s=s, scales=scales)
+        if state_dtype == torch.int8 and folds is None:
+            folds = torch.zeros_like(self.count, memory_format=torch.contiguous_format)
+        s, scales = stored(self.sums(), state_dtype, folds)
+        return replace(self, s=s, scales=scales, folds=None if scales is None else folds)
 
     def sums(self) -> Tensor:
         """Returns s in the dtype of z, with its scales if it has any."""
@@ -289,7 +304,7 @@ class DecodingState:
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of all slots, by name."""
         held = {name: getattr(self, name) for name in _HELD}
-        return held if self.scales is None else held | {"scales": self.scales}
+        return held | {name: x for name, x in (("scales", self.scales), ("folds", self.folds)) if x is not None}
 
     def _replaced(self, tensors: dict[str, Tensor], slots: Tensor | None) -> DecodingState:
         return DecodingState(**tensors, p=self.p, key_dim=self.key_dim, slots=slots)
@@ -305,27 +320,28 @@ def _check_kept(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         raise TypeError(f"a {dtype} state is kept as it is, or in bfloat16 or int8 if it is float32; got {state_dtype}")
 
 
-def stored(s: Tensor, z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def stored(s: Tensor, dtype: torch.dtype, folds: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns a float32 s [..., D, V] in a dtype of a DecodingState, and its scales [..., D]: for int8, else None.
 
-    In int8 the largest number of a row becomes 127 or -127. Others are rounded up with a probability equal to their
-    fraction. Rounding to the nearest number would lose all tokens whose terms are smaller than half a step. A hash of
-    the number, of z [..., D] and of the column decides. So equal states are rounded alike, and a number that is rounded
-    again and again with a growing z is not always rounded in the same direction. A row with a number that is not finite
-    becomes NaN.
+    In int8 the largest number of a row becomes 127 or -127. A number is rounded up if its fraction is larger than a
+    threshold. Rounding to the nearest number would lose all tokens whose terms are smaller than half a step. So each
+    place has a threshold of its own, which a hash of the row and the column gives, and which moves on by the golden
+    ratio with each of the `folds` [...], int32. Over many folds a number is then rounded up as often as its fraction
+    says, and the numbers themselves do not decide: a state that differs a little is rounded in the same way. A row with
+    a number that is not finite becomes NaN.
     """
-    if dtype != torch.int8:
+    if dtype != torch.int8 or folds is None:
         return s.to(dtype).contiguous(), None
     scales = s.abs().amax(-1) / 127 + (s * 0).sum(-1)  # the second term is NaN if a number is not finite
     scales = torch.where(scales < LEAST_SCALE, LEAST_SCALE, scales)
-    bits = s.contiguous().view(torch.int32) ^ (z.contiguous().view(torch.int32) * HASH[0])[..., None]
-    bits = (bits + torch.arange(s.shape[-1], dtype=torch.int32, device=s.device)) * HASH[1]
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * HASH[0]
+    row, column = (torch.arange(size, dtype=torch.int32, device=s.device) for size in s.shape[-2:])
+    bits = (row[:, None] * HASH[0] + column) * HASH[1]
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * HASH[0] + (folds * HASH[0])[..., None, None]
     upwards = ((bits >> 8) & 0xFFFFFF) * 2.0**-24
     return (s * (1 / scales)[..., None] + upwards).floor().clamp(-127, 127).to(torch.int8), scales
 
 
-HASH = (-1640531535, -2048144777)  # odd factors of a hash: 0x9E3779B1 and 0x85EBCA77 as int32
+HASH = (-1640531535, -2048144777)  # odd factors as int32: 0x9E3779B1, the golden ratio times 2**32, and 0x85EBCA77
 
 
 def _check_slots(slots: Tensor | None, s: Tensor) -> None:

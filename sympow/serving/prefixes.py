@@ -92,12 +92,21 @@ class PrefixCache:
         memory_bytes: the largest size in memory; 0 keeps nothing.
         folder: the folder of context files, which is made if it is missing; None: use memory only.
         disk_bytes: the largest size of the folder.
+        state_dtype: of the sums of power attention in the slots whose states are kept, as in `Engine`. States of
+            another dtype in the folder are not found.
     """
 
-    def __init__(self, model: LanguageModel, memory_bytes: int, folder: Path | None = None, disk_bytes: int = 0):
+    def __init__(
+        self,
+        model: LanguageModel,
+        memory_bytes: int,
+        folder: Path | None = None,
+        disk_bytes: int = 0,
+        state_dtype: torch.dtype | None = None,
+    ):
         self._model, self._limit = model, memory_bytes
         known = fingerprint(model)
-        self._salt = "".join(known).encode()
+        self._salt = "".join((*known, str(state_dtype or ""))).encode()
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._nbytes = 0

@@ -262,7 +262,7 @@ def test_kernel_is_a_proper_operator():
     state = initial_state(case, inputs)
     operator = torch.ops.sympow.power_decode.default
     narrow = initial_state(case, inputs).kept_in(torch.int8)
-    for held in ([*state.tensors().values(), None], [*narrow.tensors().values()]):
+    for held in ([*state.tensors().values(), None, None], [*narrow.tensors().values()]):
         arguments = [*tensors(inputs), *held, None, 2, 0.5, True, 1e-6]
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 

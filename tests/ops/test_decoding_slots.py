@@ -112,7 +112,7 @@ def test_a_state_in_int8_errs_by_its_roundings(impl):
     exact = plain_state(CASE, inputs)
     rounded = plain_state(CASE, inputs, state_dtype=torch.int8)
     assert (rounded.s.dtype, rounded.z.dtype) == (torch.int8, torch.float32)
-    assert rounded.nbytes == exact.nbytes - 3 * exact.s.nbytes // 4 + exact.z.nbytes
+    assert rounded.nbytes == exact.nbytes - 3 * exact.s.nbytes // 4 + exact.z.nbytes + exact.count.nbytes
     outs = [steps(CASE, inputs, each, impl) for each in (exact, rounded)]
     assert 0 < (outs[1] - outs[0]).norm() / outs[0].norm() < 3 / 127
     # Each of the three roundings errs by less than a step, and later decay makes none of them larger.
@@ -126,18 +126,44 @@ def test_rounding_to_int8_is_right_on_average():
     generator = torch.Generator().manual_seed(0)
     rows = torch.rand(64, 1000, generator=generator) * 1e-3 + 0.3
     rows[:, 0] = 127
-    z = torch.rand(64, generator=generator)
-    found, scales = stored(rows, z, torch.int8)
+    folds = torch.tensor(0, dtype=torch.int32)
+    found, scales = stored(rows, torch.int8, folds)
     assert torch.equal(scales, torch.ones(64)) and set(found[:, 1:].unique().tolist()) == {0, 1}
     assert found[:, 1:].float().mean().item() == pytest.approx(0.3005, abs=0.01)
-    assert torch.equal(stored(rows.clone(), z, torch.int8)[0], found)
+    assert torch.equal(stored(rows.clone(), torch.int8, folds)[0], found)
     stepped = torch.zeros(64, 1000)
     for _ in range(100):  # to the nearest step every number would stay 0
         stepped[:, 0] = 127
-        z += 1
-        found, scales = stored(stepped + 0.1, z, torch.int8)
+        folds += 1
+        found, scales = stored(stepped + 0.1, torch.int8, folds)
         stepped = found * scales[:, None]
+    assert (stepped[:, 1:] - 10).abs().max() <= 2.1
     assert stepped[:, 1:].mean().item() == pytest.approx(10, rel=0.02)
+
+
+def test_an_int8_state_follows_values_that_change_while_its_keys_do_not():
+    """The normalizer of equal keys reaches a number that does not change any more."""
+    key = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    state = DecodingState.from_state(PowerState.zeros(1, 1, 8, 8, device=DEVICE), state_dtype=torch.int8)
+    value = torch.eye(8, device=DEVICE)[:1].view(1, 1, 1, 8).contiguous()
+    for i in range(3000):
+        if i == 1000:
+            value = torch.where(value == 0, 0.5, value)
+        out, _ = power_attention_step(
+            key, key, value, torch.full((1, 1, 1), -0.01, device=DEVICE), state=state, inplace=True
+        )
+    torch.testing.assert_close(out, value, rtol=0.02, atol=0)
+
+
+def test_a_state_that_differs_a_little_is_rounded_in_the_same_way():
+    inputs = tokens(replace(CASE, T=40))
+    states = [plain_state(CASE, tokens(CASE), state_dtype=torch.int8) for _ in range(2)]
+    for i in range(40):
+        now = [inputs[name][:, i : i + 1] for name in ("q", "k", "v", "log_g")]
+        power_attention_step(*now, state=states[0], inplace=True)
+        power_attention_step(now[0], now[1] * (1 + 1e-6), *now[2:], state=states[1], inplace=True)
+    levels = (states[0].s.int() - states[1].s.int()).abs()
+    assert levels.max() <= 1 and levels.float().mean() < 0.01
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -155,7 +181,7 @@ def test_numbers_that_are_not_finite_make_nan_of_an_int8_row(impl, bad):
 
 def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
     rows = torch.tensor([[0.0, 0.0], [1e-42, -1e-42], [1e-37, 1e-38], [3e38, -3e38]])
-    found, scales = stored(rows, torch.zeros(4), torch.int8)
+    found, scales = stored(rows, torch.int8, torch.tensor(0, dtype=torch.int32))
     assert scales.isfinite().all() and ((found * scales[:, None] - rows).abs() <= 1.01 * scales[:, None]).all()
 
 
@@ -216,8 +242,9 @@ def test_refusals():
     with pytest.raises(TypeError, match=r"a DecodingState has scales if s is int8; got Tensor for torch\.float32"):
         replace(pool, scales=pool.z)
     narrow = plain_state(CASE, inputs, state_dtype=torch.int8)
-    with pytest.raises(TypeError, match=r"a DecodingState has scales if s is int8; got NoneType for torch\.int8"):
-        replace(narrow, scales=None)
+    for name in ("scales", "folds"):
+        with pytest.raises(TypeError, match=rf"a DecodingState has {name} if s is int8; got NoneType for torch\.int8"):
+            replace(narrow, **{name: None})
     with pytest.raises(ValueError, match=r"holds scales \[2, 1, 10\]; got \[2, 1, 9\]"):
         replace(narrow, scales=narrow.scales[..., :9])
     with pytest.raises(TypeError, match="kept as it is, or in bfloat16 or int8"):

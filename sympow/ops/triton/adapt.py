@@ -160,7 +160,7 @@ def step_with_tail(
         return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
     return power_decode(
         q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
-        state.scales, state.slots, options["p"], options["scale"], options["normalize"], options["eps"],
+        state.scales, state.folds, state.slots, options["p"], options["scale"], options["normalize"], options["eps"],
     )  # fmt: skip
 
 

@@ -74,13 +74,12 @@ def _fold(
 
 
 @triton.jit
-def _in_int8(x, z, col):
+def _in_int8(x, row, col, folds):
     """Rounds rows [1, ROWS, COLUMNS] to int8 as `stored` of decoding_state.py does; returns them and scales [ROWS]."""
     scale = tl.max(tl.abs(x), 2) / 127 + tl.sum(x * 0.0, 2)  # the second term is NaN if a number is not finite
     scale = tl.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale)
-    bits = x.to(tl.int32, bitcast=True) ^ (z.to(tl.int32, bitcast=True) * _FIRST)[None, :, None]
-    bits = (bits + col[None, None, :]) * _SECOND
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _FIRST
+    bits = (row[None, :, None] * _FIRST + col[None, None, :]) * _SECOND
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _FIRST + folds * _FIRST
     upwards = ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
     x = tl.floor(x * (1.0 / scale)[:, :, None] + upwards)
     return tl.minimum(tl.maximum(x, -127.0), 127.0).to(tl.int8), tl.sum(scale, 0)
@@ -117,6 +116,8 @@ def decode(
     arrived_sn,
     scales,
     scales_sn,
+    folds,
+    folds_sn,
     index,  # tables of the rows of a state, see `tables`
     roots,
     parts,  # [B G, SPLITS + 1, HEADS, COLUMNS], workspace: the numerator's part of each program
@@ -173,6 +174,7 @@ def decode(
     arrived += place * arrived_sn + g
     if scales is not None:
         scales += place * scales_sn + g * D
+        folds += place * folds_sn + g
     held = tl.load(count)
     full = held + room > CAPACITY
     length = tl.where(full, 0, held)  # of the tail after it was folded, if it was
@@ -188,6 +190,9 @@ def decode(
         acc = tl.zeros([HEADS, LANES, COLUMNS], tl.float32)
         total = tl.zeros([HEADS, ROWS], tl.float32)
         if full:
+            turn = 0
+            if folds is not None:
+                turn = tl.load(folds) + 1
             for i in range(first, last):
                 row = i * ROWS + tl.arange(0, ROWS)
                 tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V
@@ -203,7 +208,7 @@ def decode(
                     K, V, P, COLUMNS, SPOTS, FOLDED,
                 )  # fmt: skip
                 if scales is not None:
-                    rows, unit = _in_int8(rows, weights, col)
+                    rows, unit = _in_int8(rows, row, col, turn)
                     tl.store(scales + row, unit, mask=row < D)
                 tl.store(tile, rows.to(s.dtype.element_ty), mask=present)
                 tl.store(z + row, weights, mask=row < D)
@@ -284,14 +289,16 @@ def decode(
         tl.store(tail_v + length * V + col, value.to(tail_v.dtype.element_ty), mask=col < V)
         tl.store(tail_g + length + tl.arange(0, 1), gate)
         tl.store(count, length + 1)
+        if folds is not None:
+            tl.store(folds, tl.load(folds) + 1, mask=full)
         tl.store(arrived, 0)
 
 
-def _fake(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, scales, slots, p, scale, normalize, eps):
+def _fake(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, scales, folds, slots, p, scale, normalize, eps):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-@operator(_fake, changes=("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived", "scales"))
+@operator(_fake, changes=("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived", "scales", "folds"))
 def power_decode(
     q: Tensor,
     k: Tensor,
@@ -305,6 +312,7 @@ def power_decode(
     count: Tensor,
     arrived: Tensor,
     scales: Tensor | None,
+    folds: Tensor | None,
     slots: Tensor | None,
     p: int,
     scale: float,
@@ -330,7 +338,8 @@ def power_decode(
     index, roots = tables(key_dim, p, q.device)
     state = {"s": s, "z": z, "tail_k": tail_k, "tail_v": tail_v, "tail_g": tail_g, "count": count, "arrived": arrived}
     numbers: dict[str, Any] = {f"{name}_sn": x.stride(0) for name, x in state.items()}
-    numbers |= {"scales_sn": 0 if scales is None else scales.stride(0)}
+    for name, of_int8 in (("scales", scales), ("folds", folds)):
+        numbers[f"{name}_sn"] = 0 if of_int8 is None else of_int8.stride(0)
     for name, x in (("q", q), ("k", k), ("v", v)):
         numbers |= {f"{name}_sb": x.stride(0), f"{name}_s{'h' if name == 'q' else 'g'}": x.stride(2)}
     numbers |= {"g_sb": 0, "g_sg": 0} if log_g is None else {"g_sb": log_g.stride(0), "g_sg": log_g.stride(2)}
@@ -347,7 +356,7 @@ def power_decode(
             now = {"q": q[:, i], "k": k[:, i], "v": v[:, i], "log_g": None if log_g is None else log_g[:, i]}
             launch(
                 decode, grid, numbers | {"room": together if i == 0 else 1}, **now, slots=slots, **state, scales=scales,
-                index=index, roots=roots, parts=parts, totals=totals, out=out[:, i],
+                folds=folds, index=index, roots=roots, parts=parts, totals=totals, out=out[:, i],
             )  # fmt: skip
     return out
 
