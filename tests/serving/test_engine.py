@@ -459,3 +459,14 @@ class TestCacheRoom:
     def test_a_model_without_such_caches_has_none(self, model):
         room = CacheRoom.of(model, 4, 1 << 50)
         assert room.nbytes == 0 and not room.fixed
+
+
+def test_prefixes_of_narrow_states_are_not_found_by_a_server_of_wide_ones(model, tmp_path):
+    found = []
+    for state_dtype in (None, torch.int8, torch.int8):
+        prefixes = PrefixCache(model, 1 << 26, tmp_path, 1 << 30, state_dtype)
+        engine = Engine(model, TOKENIZER, slots=2, state_dtype=state_dtype, prefixes=prefixes)
+        engine.start()
+        found.append(ask(engine, Client(tokens(70), 8))[0][2].usage.cached_tokens)
+        engine.close()
+    assert found == [0, 0, 70]
