@@ -340,15 +340,16 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
 
 
 def test_sizes_of_the_prefix_cache(folder, tmp_path, capsys, monkeypatch):
-    def refuse(model, memory, cache, disk):
-        raise ValueError(f"{memory} {cache} {disk}")
+    def refuse(model, memory, cache, disk, state_dtype):
+        raise ValueError(f"{memory} {cache} {disk} {state_dtype}")
 
     monkeypatch.setattr(serving, "PrefixCache", refuse)
     words = ["serve", str(folder), "--device", "cpu", "--cache-memory", "0.5"]
     for more, cache, disk in (([], None, 10), (["--cache-dir", str(tmp_path)], tmp_path, 10),
                               (["--cache-dir", str(tmp_path), "--cache-disk", "0"], tmp_path, 0)):  # fmt: skip
-        assert main([*words, *more]) == 2
-        assert capsys.readouterr().err == f"sympow: error: {1 << 29} {cache} {disk << 30}\n"
+        for dtype, narrow in (("float32", None), ("int8", torch.int8)):
+            assert main([*words, *more, "--state-dtype", dtype]) == 2
+            assert capsys.readouterr().err == f"sympow: error: {1 << 29} {cache} {disk << 30} {narrow}\n"
 
 
 def test_sizes_that_no_memory_holds(folder, tmp_path, capsys, monkeypatch):
