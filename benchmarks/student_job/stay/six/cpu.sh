@@ -1,0 +1,11 @@
+cd /work/main
+while ! grep -q "PROSE DONE" /tmp/kernel_sh.log; do sleep 1; done
+mkdir -p /tmp/c; date
+P=.venv/bin/python
+$P -m benchmarks.ops --device cpu --csv /tmp/c/ops_cpu.csv
+$P -m benchmarks.decoding --csv /tmp/c/decoding_cpu.csv
+$P -m benchmarks.serving --device cpu --threads 1 --csv /tmp/c/serving_cpu.csv
+date; .venv/bin/sympow demo --out /tmp/demo
+date; $P -m benchmarks.context_restore /tmp/demo/demo-power --threads 1 --csv /tmp/c/context_restore_cpu.csv
+$P -m benchmarks.speculation /tmp/demo/demo-power --threads 1 --csv /tmp/c/speculation_cpu.csv
+date; echo CPU DONE

@@ -1,0 +1,27 @@
+# stay.sh until SECONDS [NAME FIRST LAST]: the only command of a stay. Keeps what came with this call, starts each job once
+# its files are there, waits until SECONDS after the first call, then brings the small files, and parts FIRST..LAST of NAME.
+T=$2; NAME=$3; FIRST=$4; LAST=$5
+[ -e /tmp/began ] || date +%s > /tmp/began
+now() { echo $(( $(date +%s) - $(cat /tmp/began) )); }
+mkdir -p /tmp/out /tmp/pkgs /tmp/student/parts /tmp/gpu
+cp -rf .gpu/. /tmp/gpu/
+if [ ! -e /tmp/repo ]; then mkdir /tmp/repo.new; cp -r benchmarks sympow tests docs scripts pyproject.toml README.md CONTRIBUTING.md CHANGELOG.md /tmp/repo.new/; mv /tmp/repo.new /tmp/repo; fi
+if [ -e .whl ] && [ ! -e /tmp/pkgs/zarr ]; then for w in .whl/*.whl; do python3 -m zipfile -e $w /tmp/pkgs; done; fi
+for d in .student/*; do [ -e $d ] && cp -rf $d/. /tmp/student/parts/; done
+. /tmp/gpu/env.sh
+pgrep -f "[c]ollect.sh" >/dev/null || setsid nohup bash /tmp/gpu/collect.sh >/dev/null 2>&1 &
+started() { [ -e /tmp/started_$1 ] && return 0; touch /tmp/started_$1; stamp "start $1"; return 1; }
+END=${END:-985}
+started timed || setsid nohup bash /tmp/gpu/timed.sh > $O/timed.out 2>&1 &
+[ $GPUS -gt 1 ] && LAST_GPU=1 || LAST_GPU=0
+has() { (cd /tmp/student/parts && [ -e $1 ] && awk '{print $2}' $1 | xargs ls >/dev/null 2>&1); }
+if has KERNEL_SUMS; then started learn || setsid nohup bash /tmp/gpu/learn.sh $END > $O/learn.out 2>&1 & fi
+if has SHA256SUMS; then
+  started prose || setsid nohup bash /tmp/gpu/prose.sh $END > $O/prose.out 2>&1 &
+fi
+busy() { [ $(now) -lt 150 ] || pgrep -f "[t]imed.sh|[p]rose.sh|[m]qar.sh|[l]earn.sh" >/dev/null; }
+while [ $(now) -lt $T ] && busy; do sleep 1; done
+echo "$(now) s"; tail -n 12 $O/log.txt; tail -qn 3 $O/prose_?.log $O/learning.log | tr '\r' '\n' | tail -n 12 | cut -c1-200
+nvidia-smi --query-gpu=memory.used,utilization.gpu --format=csv,noheader | tr "\n" " "
+(cd $O && find . -type f -size -400k -not -path '*checkpoints*' -print0 | tar czf /tmp/small.tgz --null -T -)
+cp /tmp/small.tgz $OUT/
