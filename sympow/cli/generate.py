@@ -10,6 +10,7 @@ from sympow.cli.options import (
     DEVICE,
     DTYPES,
     RUN,
+    STATE_DTYPES,
     WEIGHTS,
     AddCommand,
     Refuse,
@@ -20,8 +21,6 @@ from sympow.cli.options import (
     natural,
     share,
 )
-
-STATES = ("float32", "bfloat16", "int8")  # dtypes of context files
 
 _GENERATE = """Reads a prompt in chunks and continues it token by token from the model's state. The text goes to
 standard output, the state's size and the speed go to standard error. With --context the prompt follows the text that
@@ -66,7 +65,7 @@ def add(command: AddCommand) -> None:
     add_path(read, "text", "TEXT", "Read this file; - means standard input.")
     add_path(read, "--out", "FILE", "Write this context file.", required=True)
     add_path(read, "--context", "FILE", "Continue from this context file.")
-    read.add_argument("--dtype", choices=STATES, default="float32", type=_dtype_of_states,
+    read.add_argument("--dtype", choices=STATE_DTYPES, default="float32", type=_dtype_of_states,
                       help="Store states in this dtype; float32 is exact (default: float32).")  # fmt: skip
     read.add_argument("--weights-dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     add_number(read, "--chunk", "Read N tokens in each step.", 1024)
@@ -77,8 +76,8 @@ def add(command: AddCommand) -> None:
 
 
 def _dtype_of_states(text: str) -> str:
-    if text in DTYPES and text not in STATES:
-        raise argparse.ArgumentTypeError(f"states are stored in {', '.join(STATES)}, not in {text}; "
+    if text in DTYPES and text not in STATE_DTYPES:
+        raise argparse.ArgumentTypeError(f"states are stored in {', '.join(STATE_DTYPES)}, not in {text}; "
                                          "--weights-dtype is the dtype of weights")  # fmt: skip
     return text
 

@@ -19,6 +19,7 @@ RUN = "Use the model in this run's folder, or in this checkpoint."
 SCORED = "Use the model in this run's folder, checkpoint, or folder of Hugging Face transformers."
 TRUST_CODE = "Import mixers that a config names by import path, which runs their code (default: refuse)."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16", "int8")
 WEIGHTS = "Compute with weights in this dtype; auto is the dtype of the checkpoint (default: auto)."
 DEVICE = "Compute on this device: auto, cpu, cuda, ...; auto is a GPU if there is one (default: auto)."
 

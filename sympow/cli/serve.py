@@ -7,6 +7,7 @@ import argparse
 from sympow.cli.options import (
     DEVICE,
     DTYPES,
+    STATE_DTYPES,
     WEIGHTS,
     AddCommand,
     Refuse,
@@ -22,7 +23,6 @@ from sympow.cli.options import (
     positive,
 )
 
-STATE_DTYPES = ("float32", "bfloat16", "int8")
 _SERVE = """Serves a model to clients of OpenAI's interface: completions, chats (with a chat template in the folder) and
 streams. Requests are answered in batches; a request's answer does not depend on the others. A prefix that a prompt
 shares with an earlier prompt is not read again. SIGINT or SIGTERM lets running requests end and stops the server. The
@@ -59,8 +59,8 @@ def add(command: AddCommand) -> None:
                "Keep X GiB of these states in --cache-dir (default: 10).", type=decimal, metavar="X")  # fmt: skip
     serve.add_argument("--dtype", choices=DTYPES, default="auto", help=WEIGHTS)
     serve.add_argument("--state-dtype", choices=STATE_DTYPES, default="float32",
-                       help="Hold the sums of power attention in this dtype (default: float32). int8 makes a slot "
-                            "about a third as large, and rounds the sums.")  # fmt: skip
+                       help="Hold the sums of power attention in this dtype (default: float32). int8 takes a "
+                            "quarter of their bytes, and rounds them.")  # fmt: skip
     serve.add_argument("--device", default="auto", help=DEVICE)
     add_trust_code(serve)
     serve.set_defaults(execute=run_serve, check=_check_disk)

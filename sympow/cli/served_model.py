@@ -50,9 +50,8 @@ def run(options: argparse.Namespace) -> None:
     keys = api_keys(options.api_keys)
     cache = None if options.cache_dir is None else Path(options.cache_dir)
     disk = CACHE_DISK if options.cache_disk is None else options.cache_disk
-    memory, narrow = round(_GIB * options.cache_memory), None
-    if options.state_dtype != "float32":
-        narrow = getattr(torch, options.state_dtype)
+    memory = round(_GIB * options.cache_memory)
+    narrow = None if options.state_dtype == "float32" else getattr(torch, options.state_dtype)
     engine = Engine(
         served.model,
         served.tokenizer,
@@ -71,7 +70,8 @@ def run(options: argparse.Namespace) -> None:
     def started(address: str) -> None:
         chats = "completions and chats" if template else "completions (no chat template)"
         each = f"{format_bytes(engine.nbytes // options.slots)}{room_shown(engine.room)}"
-        states = f"{counted(options.slots, 'slot')} of {each}"
+        sums = f", sums in {options.state_dtype}" if narrow else ""
+        states = f"{counted(options.slots, 'slot')} of {each}{sums}"
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
     def ending() -> None:

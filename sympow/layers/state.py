@@ -253,14 +253,15 @@ def _batch(value: Any) -> int | None:
 
 
 def narrowed(state: S, dtype: torch.dtype = torch.bfloat16) -> S:
-    """Returns a state with the sums of power attention in bfloat16 or int8. It is about half or a third as large.
+    """Returns a state with the sums of power attention in bfloat16 or int8: half or a quarter of their bytes.
 
-    All other tensors are unchanged, and steps continue the state in this form. On every device the sums then have a
+    All other tensors are shared with `state`, and steps overwrite them: clone `state` before, if it is used afterwards.
+    Steps continue the state in this form. On every device the sums then have a
     tail (`DecodingState`), so that they are rounded once for several tokens, and not at every token. The delta rule
     changes its sums at every token, so they stay as they are.
 
     Args:
-        state: of a mixer, a block or a model, in float32; its tensors are used where they do not change.
+        state: of a mixer, a block or a model, in float32.
         dtype: torch.bfloat16, or torch.int8 with a float32 scale for each row of the sums.
 
     Raises TypeError for a float64 state, and ValueError for another `dtype`.

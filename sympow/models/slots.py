@@ -65,11 +65,11 @@ class Slots:
         capacity: sequences held at most, at least 1. Their states are allocated now.
         most: the number of tokens that a sequence reads at most. Key/value caches of softmax attention then have room
             for as many. None: any number.
-        state_dtype: of the sums of power attention, torch.bfloat16 or torch.int8 (`narrowed`); None: as the model has
-            them.
+        state_dtype: of the sums of power attention, torch.bfloat16 or torch.int8 (`narrowed`). None keeps the
+            dtype that the model gives them.
 
-    Raises ValueError for numbers below 1, for slots for which there is not enough memory, and for a `state_dtype` if
-    the model has no sums of power attention.
+    Raises ValueError for numbers below 1, for slots for which there is not enough memory, for another `state_dtype`,
+    and for a `state_dtype` if the model has no sums of power attention.
     """
 
     def __init__(self, model: Steps, capacity: int, most: int | None = None, state_dtype: torch.dtype | None = None):
@@ -84,7 +84,7 @@ class Slots:
         else:  # of one sequence, repeated: the wide sums of all may not fit into memory
             state = narrowed(model.init_state(1), state_dtype)
             if not any(isinstance(leaf, DecodingState) for leaf, _ in _leaves(state, state)):
-                raise ValueError(f"{state_dtype} is for sums of power attention, and this model has none")
+                raise ValueError(f"a state dtype of {state_dtype} needs sums of power attention; this model has none")
             state = state.mapped(lambda tensor: tensor.repeat_interleave(capacity, 0))
         self._begin(model, capacity, _with_all_room(state, most), most)
 

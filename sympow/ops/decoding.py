@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.availability import has_values, without_autocast
-from sympow.ops.decoding_state import DecodingState, decays, folded_state, stored
+from sympow.ops.decoding_state import DecodingState, decays, folded_state, in_int8
 from sympow.ops.feature_map import spow
 from sympow.ops.types import PowerState
 
@@ -72,13 +72,13 @@ def step_with_tail(
         # A count on a GPU is not known to the host, and the host would have to wait to read it.
         if full.device.type != "cpu" or not has_values(full) or full.any():
             after = state.folded()
-            if state.folds is not None:
+            s = after.s
+            if state.scales is not None and state.folds is not None:
                 state.folds.add_(full)
-            s, scales = stored(after.s, state.s.dtype, state.folds)
+                s, scales = in_int8(s, state.folds)
+                state.scales.copy_(torch.where(full[..., None], scales, state.scales))
             state.s.copy_(torch.where(full[..., None, None], s, state.s))
             z.copy_(torch.where(full[..., None], after.z, z))
-            if state.scales is not None and scales is not None:
-                state.scales.copy_(torch.where(full[..., None], scales, state.scales))
             state.count.masked_fill_(full, 0)
         spot = state.count[..., None].long() + spots[:new]  # [B, G, T]
         state.count.add_(new)

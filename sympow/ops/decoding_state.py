@@ -118,14 +118,17 @@ class DecodingState:
     ) -> DecodingState:
         """Returns `state` with an empty tail.
 
-        It shares the tensors of `state`, which steps in place overwrite.
+        It shares those tensors of `state` that keep their dtype. Steps in place overwrite them.
 
         Args:
             state: the state of the tokens so far.
             dtype: the dtype of keys and values in the tail: that of later inputs, or a wider one; None: that of
                 `state`.
             capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
-            state_dtype: of s: that of `state` (None), or bfloat16 or int8 for a float32 state.
+            state_dtype: the dtype of s. None keeps that of `state`. A float32 state can be kept in bfloat16 or int8.
+
+        Raises TypeError for another kind of state and for dtypes that cannot be used, and ValueError for another
+        capacity.
         """
         if not isinstance(state, PowerState):
             raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
@@ -135,13 +138,9 @@ class DecodingState:
         dtype = state.s.dtype if dtype is None else dtype
         if torch.promote_types(dtype, torch.float32) != state.s.dtype:
             raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
-        state_dtype = state.s.dtype if state_dtype is None else state_dtype
-        _check_kept(state.s.dtype, state_dtype)
         shape, device = (*state.s.shape[:2], capacity), state.s.device
-        folds = torch.zeros(shape[:2], device=device, dtype=torch.int32) if state_dtype == torch.int8 else None
-        s, scales = stored(state.s, state_dtype, folds)
-        return cls(
-            s=s,
+        made = cls(
+            s=state.s.contiguous(),
             z=state.z.contiguous(),
             tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
             tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
@@ -150,9 +149,8 @@ class DecodingState:
             arrived=torch.zeros(shape[:2], device=device, dtype=torch.int32),
             p=state.p,
             key_dim=state.key_dim,
-            scales=scales,
-            folds=folds,
         )
+        return made if state_dtype is None else made.kept_in(state_dtype)
 
     @property
     def batch(self) -> int:
@@ -235,11 +233,16 @@ class DecodingState:
     def _kept_in(self, state_dtype: torch.dtype, folds: Tensor | None) -> DecodingState:
         if state_dtype == self.s.dtype:
             return self
-        _check_kept(self.z.dtype, state_dtype)
-        if state_dtype == torch.int8 and folds is None:
-            folds = torch.zeros_like(self.count, memory_format=torch.contiguous_format)
-        s, scales = stored(self.sums(), state_dtype, folds)
-        return replace(self, s=s, scales=scales, folds=None if scales is None else folds)
+        wide = self.z.dtype
+        if state_dtype != wide and (wide != torch.float32 or state_dtype not in NARROW):
+            raise TypeError(
+                f"a {wide} state is kept as it is, or in bfloat16 or int8 if it is float32; got {state_dtype}"
+            )
+        if state_dtype != torch.int8:
+            return replace(self, s=self.sums().to(state_dtype).contiguous(), scales=None, folds=None)
+        folds = torch.zeros_like(self.count, memory_format=torch.contiguous_format) if folds is None else folds
+        s, scales = in_int8(self.sums(), folds)
+        return replace(self, s=s, scales=scales, folds=folds)
 
     def sums(self) -> Tensor:
         """Returns s in the dtype of z, with its scales if it has any."""
@@ -315,23 +318,16 @@ NARROW = (torch.bfloat16, torch.int8)  # dtypes of s beside a z in float32
 LEAST_SCALE = 2.0**-126  # of a row in int8, so that its inverse is finite
 
 
-def _check_kept(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    if state_dtype != dtype and not (dtype == torch.float32 and state_dtype in NARROW):
-        raise TypeError(f"a {dtype} state is kept as it is, or in bfloat16 or int8 if it is float32; got {state_dtype}")
+def in_int8(s: Tensor, folds: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a float32 s [..., D, V] in int8, and its scales [..., D].
 
-
-def stored(s: Tensor, dtype: torch.dtype, folds: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Returns a float32 s [..., D, V] in a dtype of a DecodingState, and its scales [..., D]: for int8, else None.
-
-    In int8 the largest number of a row becomes 127 or -127. A number is rounded up if its fraction is larger than a
+    The largest number of a row becomes 127 or -127. A number is rounded up if its fraction is larger than a
     threshold. Rounding to the nearest number would lose all tokens whose terms are smaller than half a step. So each
     place has a threshold of its own, which a hash of the row and the column gives, and which moves on by the golden
     ratio with each of the `folds` [...], int32. Over many folds a number is then rounded up as often as its fraction
     says, and the numbers themselves do not decide: a state that differs a little is rounded in the same way. A row with
     a number that is not finite becomes NaN.
     """
-    if dtype != torch.int8 or folds is None:
-        return s.to(dtype).contiguous(), None
     scales = s.abs().amax(-1) / 127 + (s * 0).sum(-1)  # the second term is NaN if a number is not finite
     scales = torch.where(scales < LEAST_SCALE, LEAST_SCALE, scales)
     row, column = (torch.arange(size, dtype=torch.int32, device=s.device) for size in s.shape[-2:])

@@ -59,8 +59,8 @@ class Engine:
         chunk: the number of tokens of a prompt that are read between two steps of decoding.
         prefixes: states to start from; None for none.
         ends: tokens that end an answer.
-        state_dtype: of the sums of power attention in slots, torch.bfloat16 or torch.int8; None: as the model has them.
-            Slots are then about half or a third as large, and the sums are rounded.
+        state_dtype: of the sums of power attention in slots, torch.bfloat16 or torch.int8. The sums are then rounded,
+            and take half or a quarter of the bytes. None keeps the dtype that the model gives them.
 
     Raises ValueError for numbers below 1 (`queue` below 0), for slots for which there is not enough memory, and for a
     `state_dtype` if the model has no sums of power attention.

@@ -64,6 +64,17 @@ def test_float64_is_refused():
         narrowed(small_model().double().init_state(1))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_step_of_many_tokens_counts_as_a_fold(grad):
+    """Else it would round in the same direction each time."""
+    model = small_model()
+    state = narrowed(model.init_state(1), torch.int8)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            _, state = model.step(torch.randint(VOCAB, (1, 20)), state)
+    assert all((memory.folds == 3).all() for memory in memories(state))
+
+
 def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"^sums are narrowed to torch\.bfloat16 or torch\.int8; got torch\.float16$"):
         narrowed(small_model().init_state(1), torch.float16)

@@ -141,7 +141,9 @@ def test_slots_with_narrow_sums(dtype):
 
 
 def test_narrow_sums_need_power_attention():
-    with pytest.raises(ValueError, match=r"^torch\.int8 is for sums of power attention, and this model has none$"):
+    with pytest.raises(
+        ValueError, match=r"^a state dtype of torch\.int8 needs sums of power attention; this model has none$"
+    ):
         Slots(small_model("window"), 2, state_dtype=torch.int8)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sympow.ops import DecodingState, PowerState, power_attention_step
-from sympow.ops.decoding_state import stored
+from sympow.ops.decoding_state import in_int8
 from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs
 
 GPU = DEVICE == "cuda"
@@ -127,15 +127,15 @@ def test_rounding_to_int8_is_right_on_average():
     rows = torch.rand(64, 1000, generator=generator) * 1e-3 + 0.3
     rows[:, 0] = 127
     folds = torch.tensor(0, dtype=torch.int32)
-    found, scales = stored(rows, torch.int8, folds)
+    found, scales = in_int8(rows, folds)
     assert torch.equal(scales, torch.ones(64)) and set(found[:, 1:].unique().tolist()) == {0, 1}
     assert found[:, 1:].float().mean().item() == pytest.approx(0.3005, abs=0.01)
-    assert torch.equal(stored(rows.clone(), torch.int8, folds)[0], found)
+    assert torch.equal(in_int8(rows.clone(), folds)[0], found)
     stepped = torch.zeros(64, 1000)
     for _ in range(100):  # to the nearest step every number would stay 0
         stepped[:, 0] = 127
         folds += 1
-        found, scales = stored(stepped + 0.1, torch.int8, folds)
+        found, scales = in_int8(stepped + 0.1, folds)
         stepped = found * scales[:, None]
     assert (stepped[:, 1:] - 10).abs().max() <= 2.1
     assert stepped[:, 1:].mean().item() == pytest.approx(10, rel=0.02)
@@ -166,6 +166,21 @@ def test_a_state_that_differs_a_little_is_rounded_in_the_same_way():
     assert levels.max() <= 1 and levels.float().mean() < 0.01
 
 
+def test_the_kernel_rounds_to_int8_as_plain_torch_does():
+    needs("triton")
+    inputs = tokens(replace(CASE, T=12))
+    states = [plain_state(CASE, tokens(CASE), state_dtype=torch.int8) for _ in IMPLS]
+    for impl, state in zip(IMPLS, states, strict=True):
+        for i in range(12):
+            now = [inputs[name][:, i : i + 1] for name in ("q", "k", "v", "log_g")]
+            power_attention_step(*now, state=state, impl=impl, inplace=True)
+    plain, kernel = states
+    assert torch.equal(plain.folds, kernel.folds) and (plain.folds == 5).all()
+    levels = (plain.s.int() - kernel.s.int()).abs()
+    assert levels.max() <= 1 and levels.float().mean() < 0.01
+    torch.testing.assert_close(plain.scales, kernel.scales)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_numbers_that_are_not_finite_make_nan_of_an_int8_row(impl, bad):
@@ -181,7 +196,7 @@ def test_numbers_that_are_not_finite_make_nan_of_an_int8_row(impl, bad):
 
 def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
     rows = torch.tensor([[0.0, 0.0], [1e-42, -1e-42], [1e-37, 1e-38], [3e38, -3e38]])
-    found, scales = stored(rows, torch.int8, torch.tensor(0, dtype=torch.int32))
+    found, scales = in_int8(rows, torch.tensor(0, dtype=torch.int32))
     assert scales.isfinite().all() and ((found * scales[:, None] - rows).abs() <= 1.01 * scales[:, None]).all()
 
 

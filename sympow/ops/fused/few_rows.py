@@ -48,7 +48,7 @@ def _heads_normed(x, norm, d, eps, D: tl.constexpr, HEAD: tl.constexpr, BLOCK: t
 
 
 @jit
-def _gated(x, gate, d, D: tl.constexpr):
+def gated(x, gate, d, D: tl.constexpr):
     """Multiplies channels d of x with silu(gate)."""
     g = tl.load(gate + d, mask=d < D, other=0.0).to(tl.float32)
     return x * g / (1.0 + tl.exp(-g))
@@ -266,7 +266,7 @@ def few_rows(
         if HEAD > 0 and HEAD < D:
             one = _heads_normed(one, norm, d, eps, D, HEAD, BLOCK)
         if gate is not None and HEAD != D:
-            one = _gated(one, gate + b * D, d, D)
+            one = gated(one, gate + b * D, d, D)
         given += (one,)
         total += one if CENTERED else one * one
     if HEAD == D:
@@ -286,7 +286,7 @@ def few_rows(
             if center is not None:
                 one += centers[c].to(tl.float32)
             if gate is not None:
-                one = _gated(one, gate + b * D, c * BLOCK + col, D)
+                one = gated(one, gate + b * D, c * BLOCK + col, D)
             normed += (one,)
         given = normed
     if taps is not None:

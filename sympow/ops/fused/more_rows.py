@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sympow.ops.fused.few_rows import biases, finish, weights_of
+from sympow.ops.fused.few_rows import biases, finish, gated, weights_of
 from sympow.ops.fused.rotation import _cos_sin
 from sympow.ops.runtime.launcher import jit
 
@@ -50,8 +50,7 @@ def prepare_rows(
         if center is not None:
             y += tl.load(center + d, mask=real, other=0.0).to(tl.float32)
     if gate is not None:
-        g = tl.load(gate + b * D + d, mask=real, other=0.0).to(tl.float32)
-        y = y * g / (1.0 + tl.exp(-g))
+        y = gated(y, gate + b * D, d, D)
     if taps is not None:
         newest = y.to(x.dtype.element_ty)
         y = tl.load(offset + d, mask=real, other=0.0).to(tl.float32)

@@ -75,7 +75,7 @@ def _fold(
 
 @triton.jit
 def _in_int8(x, row, col, folds):
-    """Rounds rows [1, ROWS, COLUMNS] to int8 as `stored` of decoding_state.py does; returns them and scales [ROWS]."""
+    """Rounds rows [1, ROWS, COLUMNS] to int8 as `in_int8` of decoding_state.py does; returns them and scales [ROWS]."""
     scale = tl.max(tl.abs(x), 2) / 127 + tl.sum(x * 0.0, 2)  # the second term is NaN if a number is not finite
     scale = tl.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale)
     bits = (row[None, :, None] * _FIRST + col[None, None, :]) * _SECOND
