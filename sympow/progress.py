@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from sympow.packages import from_extra
+
 INTERVAL = 30.0  # seconds between two lines
 SHORT = 60.0  # seconds of work whose time is not told beforehand
 LOOK_EVERY = 1.0  # seconds between looks at the clock: a single step may take longer than the interval
@@ -48,10 +50,8 @@ class Progress:
         if self.unit is None or not sys.stderr.isatty():
             threading.Thread(target=self._watch, name="progress", daemon=True).start()
             return self
-        try:
+        with from_extra("train", "a progress bar needs tqdm"):
             from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError(f"a progress bar needs tqdm: pip install 'sympow[train]' ({error})") from error
         self._bar = tqdm(desc=self.task, unit=self.unit, total=self.total, initial=self.done, dynamic_ncols=True)
         return self
 

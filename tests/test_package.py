@@ -20,18 +20,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What each part of the package may import of the others. Imports run downwards; data stands at the side.
 MAY_IMPORT = {
-    "progress": set(),
+    "packages": set(),
+    "progress": {"packages"},
     "files": set(),
     "locks": set(),
     "fields": set(),
     "ops": set(),
-    "layers": {"ops"},
-    "models": {"fields", "ops", "layers"},
-    "data": {"files", "locks", "progress", "fields"},
-    "evaluation": {"files", "progress", "ops", "layers", "models"},
+    "layers": {"packages", "ops"},
+    "models": {"packages", "fields", "ops", "layers"},
+    "data": {"files", "locks", "packages", "progress", "fields"},
+    "evaluation": {"files", "packages", "progress", "ops", "layers", "models"},
     "training": {"files", "locks", "progress", "fields", "ops", "layers", "models", "data"},
     "sweeps": {"files", "locks", "fields", "data", "training"},
-    "integrations": {"files", "locks", "progress", "ops", "layers", "models", "data", "training"},
+    "integrations": {"files", "locks", "packages", "progress", "ops", "layers", "models", "data", "training"},
     "serving": {"data", "models"},
     "conversion": {"ops", "layers", "models", "data", "training", "integrations"},
     "recall": {
@@ -50,6 +51,7 @@ MAY_IMPORT = {
     "recipes": {"fields", "ops", "layers", "models", "data", "evaluation", "training", "recall"},
     "cli": {
         "files",
+        "packages",
         "progress",
         "ops",
         "layers",

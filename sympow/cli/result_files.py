@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sympow.files import naming
+from sympow.packages import from_extra
 
 # How images begin, by their types.
 _IMAGES = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xm", "eps": b"%!PS", "ps": b"%!PS", "jpg": b"\xff\xd8",
@@ -40,10 +41,8 @@ def check_image(file: str | None) -> None:
 
 def image_types() -> Collection[str]:
     """Returns the types of images that matplotlib draws. Raises ImportError without matplotlib."""
-    try:
+    with from_extra("eval", "drawing images needs matplotlib"):
         from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ImportError(f"drawing images needs matplotlib: pip install 'sympow[eval]' ({error})") from error
     return FigureCanvasBase.get_supported_filetypes()
 
 

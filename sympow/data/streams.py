@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from sympow.files import atomic_write, default_cache_dir, digest
+from sympow.packages import from_extra
 
 STREAM = "hf://datasets/"
 _KEYS = ("config", "split", "revision", "rows")
@@ -52,10 +53,8 @@ def streamed(url: str, field: str) -> Path:
 
 
 def _rows(name: str, options: dict[str, str], url: str) -> Any:
-    try:
+    with from_extra("stream", f"reading {url} needs datasets"):
         import datasets
-    except ImportError as error:
-        raise ImportError(f"reading {url} needs datasets: pip install 'sympow[stream]' ({error})") from error
     config = options.pop("config", None)
     try:
         yield from datasets.load_dataset(name, config, streaming=True, **options)

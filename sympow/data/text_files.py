@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sympow.files import naming, parsed_json
+from sympow.packages import from_extra
 
 COMPRESSIONS = (".gz", ".zst")
 # Files that hold a document in each row, by the end of their names without that of the compression.
@@ -400,8 +401,6 @@ def _check_field(file: TextFile, field: str, fields: Sequence[str]) -> None:
 
 
 def _arrow(task: str) -> Any:
-    try:
+    with from_extra("data", f"{task} needs pyarrow"):
         import pyarrow
-    except ImportError as error:
-        raise ImportError(f"{task} needs pyarrow: pip install 'sympow[data]' ({error})") from None
     return pyarrow

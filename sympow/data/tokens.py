@@ -22,6 +22,7 @@ import numpy as np
 
 from sympow.data.byte_level import EXPECTED, byte_characters, check_byte_level, cuts_at_lines, normalizes, strips
 from sympow.files import digest, write_text
+from sympow.packages import from_extra
 
 TOKENIZER_FILE = "tokenizer.json"
 MOST_START = 64  # tokens before a text
@@ -313,10 +314,8 @@ def _last_seam(text: str, start: int) -> int:
 
 def tokenizers_library() -> Any:
     """Returns the package tokenizers. Raises ImportError naming the extra if it is not installed."""
-    try:
+    with from_extra("train", "BPE tokenizers need tokenizers"):
         import tokenizers
-    except ImportError as error:
-        raise ImportError(f"BPE tokenizers need tokenizers: pip install 'sympow[train]' ({error})") from None
     return tokenizers
 
 

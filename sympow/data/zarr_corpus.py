@@ -22,6 +22,7 @@ import numpy as np
 
 from sympow.data.corpus import check_index, check_tokens
 from sympow.files import digest
+from sympow.packages import from_extra
 
 
 class ZarrCorpus:
@@ -116,10 +117,8 @@ def _with_fill_value(array: Any, value: int) -> Any:
 
 
 def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
-    try:
+    with from_extra("train", "reading zarr corpora needs zarr"):
         import zarr
-    except ImportError as error:
-        raise ImportError(f"reading zarr corpora needs zarr: pip install 'sympow[train]' ({error})") from None
     if "://" not in url and not os.path.exists(url):
         raise FileNotFoundError(f"zarr corpus does not exist: {url}; data.path and data.held_out_path name corpora")
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sympow.evaluation.context_loss import Bin, Curve
 from sympow.files import naming
+from sympow.packages import from_extra
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; markers tell the curves apart in black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B", "#7F7F7F", "#6A3D9A")
@@ -73,10 +74,8 @@ def plot_context_losses(curves: Sequence[Curve], path: str | os.PathLike[str]) -
 
 def empty_figure(what: str, size: tuple[float, float]) -> Any:
     """Returns a figure of matplotlib; ImportError without it, which says that drawing `what` needs the package."""
-    try:
+    with from_extra("eval", f"drawing {what} needs matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"drawing {what} needs matplotlib: pip install 'sympow[eval]' ({error})") from error
     return Figure(figsize=size, dpi=150, layout="constrained")
 
 

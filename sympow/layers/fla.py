@@ -18,6 +18,7 @@ from typing_extensions import override
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.documents import per_document
 from sympow.layers.state import Device, DType, MixerState
+from sympow.packages import from_extra
 
 _CONV = 4  # taps of the short convolutions, all of which the package keeps
 
@@ -109,12 +110,8 @@ class FlaMixer(Mixer):
         raise NotImplementedError
 
     def _made(self) -> Any:
-        try:
+        with from_extra("fla", f"{type(self).__name__} needs flash-linear-attention"):
             layers = importlib.import_module("fla.layers")
-        except ImportError as error:
-            raise ImportError(
-                f"{type(self).__name__} needs flash-linear-attention: pip install 'sympow[fla]' ({error})"
-            ) from error
         sizes = {"hidden_size": self.d_model, "num_heads": self.n_heads, "layer_idx": 0}
         return getattr(layers, self.layer_name)(**sizes, **self.arguments())
 

@@ -21,6 +21,7 @@ from sympow.layers.state import Device, DType, MixerState
 from sympow.layers.zoology.rwkv4 import shifted
 from sympow.ops.availability import dtype_in_products, without_autocast
 from sympow.ops.recomputed import recomputed
+from sympow.packages import from_extra
 
 IMPLEMENTATIONS = ("auto", "plain", "fla")
 
@@ -268,10 +269,9 @@ def _chunk_kernel(impl: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
     if impl == "plain" or (impl == "auto" and not torch.backends.cuda.is_built()):
         return None
     try:
-        return importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
-    except ImportError as error:
+        with from_extra("fla", "impl='fla' of RWKV7 needs flash-linear-attention"):
+            return importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
+    except ImportError:
         if impl == "auto":
             return None
-        raise ImportError(
-            f"impl='fla' of RWKV7 needs flash-linear-attention: pip install 'sympow[fla]' ({error})"
-        ) from error
+        raise

@@ -27,6 +27,7 @@ from sympow.layers.state import check_batch, check_form, check_read, form_of
 from sympow.layers.state_file import STATE_DTYPES, SerializedState, deserialize, fitted, serialize
 from sympow.models.context import Context
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.packages import from_extra
 
 FORMAT = "sympow-context"
 VERSION = 1
@@ -249,11 +250,9 @@ def fingerprint(model: LanguageModel) -> tuple[str, str]:
 
 
 def _safetensors() -> Any:
-    try:
+    with from_extra("train", "context files need safetensors"):
         import safetensors
         import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"context files need safetensors: pip install 'sympow[train]' ({error})") from None
     return safetensors
 
 

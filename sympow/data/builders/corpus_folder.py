@@ -36,6 +36,7 @@ from sympow.data.tokens import (
 )
 from sympow.files import digest, naming, parsed_json, sync, write_text
 from sympow.locks import locked
+from sympow.packages import from_extra
 
 ROW_TOKENS = 65_536
 VOCAB_SIZE = 16_384
@@ -114,11 +115,9 @@ def write_corpus(
 
 def _check_packages(tokenizer: Tokenizer | None) -> None:
     """Raises ImportError naming the missing extra, before a source is fetched and read."""
-    try:
+    with from_extra("train", "writing zarr corpora needs zarr"):
         import numcodecs  # noqa: F401
         import zarr  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"writing zarr corpora needs zarr: pip install 'sympow[train]' ({error})") from None
     if tokenizer is None:
         tokenizers_library()
 

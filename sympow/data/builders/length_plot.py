@@ -10,6 +10,7 @@ import numpy as np
 from sympow.data.builders.corpus_folder import Entry, read_entries, read_summary
 from sympow.data.builders.sources import SPLITS
 from sympow.files import naming
+from sympow.packages import from_extra
 
 _COLOURS = {"train": "#0072B2", "heldout": "#E69F00"}  # of Okabe and Ito's palette
 _NAMES = {"train": "training", "heldout": "held out"}
@@ -25,11 +26,9 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
 
     Raises FileNotFoundError where there is no corpus, ValueError for a damaged one, ImportError without matplotlib.
     """
-    try:
+    with from_extra("eval", "drawing lengths needs matplotlib"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-    except ImportError as error:
-        raise ImportError(f"drawing lengths needs matplotlib: pip install 'sympow[eval]' ({error})") from error
     entries, row = read_entries(corpus), read_summary(Path(corpus))["row_tokens"]
     lengths = {split: _lengths(entries, split) for split in SPLITS}
     edges = bin_edges(np.concatenate(list(lengths.values())), row)

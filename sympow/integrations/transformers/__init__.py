@@ -5,12 +5,10 @@ AutoConfig, AutoModel and AutoModelForCausalLM under the model type "sympow". It
 `transformers`.
 """
 
-try:
+from sympow.packages import from_extra as _from_extra
+
+with _from_extra("transformers", "models in Hugging Face transformers need transformers"):
     import transformers as _transformers
-except ImportError as _error:
-    raise ImportError(
-        f"models in Hugging Face transformers need transformers: pip install 'sympow[transformers]' ({_error})"
-    ) from None
 if int(_transformers.__version__.split(".")[0]) < 5:
     raise ImportError(f"sympow works with transformers 5.17 and later; found {_transformers.__version__}")
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sympow.packages import from_extra
+
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9  # types of values
@@ -150,10 +152,8 @@ def read_header(file: str | os.PathLike[str]) -> GGUFHeader:
     names more than it holds, or that is of another kind.
     """
     path = Path(file)
-    try:
+    with from_extra("gguf", f"reading {path} needs gguf"):
         from gguf import GGML_QUANT_SIZES
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs gguf: pip install 'sympow[gguf]' ({error})") from None
     sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
     try:
         if not path.stat().st_size:
