@@ -79,19 +79,19 @@ class TrainingConfig:
         positive = ("context", "batch_size", "steps", "log_every", "checkpoint_every", "keep_checkpoints",
                     "evaluate_every", "evaluation_batches")  # fmt: skip
         for name in positive:
-            _check_integer(name, getattr(self, name), 1)
+            check_integer(f"training.{name}", getattr(self, name), 1)
         for name in ("warmup_steps", "seed"):
-            _check_integer(name, getattr(self, name), 0)
+            check_integer(f"training.{name}", getattr(self, name), 0)
         if self.seed >= 2**63:
             raise ValueError(f"training.seed must be below 2**63, got {self.seed}")
         for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip", "short_share"):
-            _check_number(name, getattr(self, name))
+            check_number(f"training.{name}", getattr(self, name))
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise TypeError(f"training.betas must be a tuple of two numbers, got {self.betas!r}")
         for beta in self.betas:
-            _check_number("betas", beta)
+            check_number("training.betas", beta)
         if self.micro_batch_size is not None:
-            _check_integer("micro_batch_size", self.micro_batch_size, 1)
+            check_integer("training.micro_batch_size", self.micro_batch_size, 1)
             if self.batch_size % self.micro_batch_size:
                 raise ValueError(
                     f"training.batch_size must be a multiple of training.micro_batch_size, "
@@ -125,7 +125,7 @@ class TrainingConfig:
     def _check_decay(self) -> None:
         if self.decay_steps is None:
             return
-        _check_integer("decay_steps", self.decay_steps, 1)
+        check_integer("training.decay_steps", self.decay_steps, 1)
         if self.schedule != "wsd":
             raise ValueError(f"training.decay_steps is for training.schedule = 'wsd' only, got {self.decay_steps} and "
                              f"{self.schedule!r}: set both")  # fmt: skip
@@ -140,7 +140,7 @@ class TrainingConfig:
             if self.short_share != 0:
                 raise ValueError(f"training.short_share needs training.short_context, got {self.short_share}: set both")
             return
-        _check_integer("short_context", self.short_context, 1)
+        check_integer("training.short_context", self.short_context, 1)
         if self.context % self.short_context:
             raise ValueError(
                 f"training.context must be a multiple of training.short_context, got {self.context} and "
@@ -203,8 +203,8 @@ class ExecutionConfig:
     tracker: str | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("context_parallel", self.context_parallel, 1, "execution")
-        _check_integer("profile_steps", self.profile_steps, 0, "execution")
+        check_integer("execution.context_parallel", self.context_parallel, 1)
+        check_integer("execution.profile_steps", self.profile_steps, 0)
         for name in ("checkpoint_activations", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"execution.{name} must be true or false, got {getattr(self, name)!r}")
@@ -252,8 +252,8 @@ class DistillationConfig:
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"distillation.{name} must be a path, got {getattr(self, name)!r}")
         for name in ("layer_steps", "text_steps", "teacher_context"):
-            _check_integer(name, getattr(self, name), 0, "distillation")
-        _check_number("window_dropout", self.window_dropout, "distillation.")
+            check_integer(f"distillation.{name}", getattr(self, name), 0)
+        check_number("distillation.window_dropout", self.window_dropout)
         if not 0 <= self.window_dropout <= 1:
             raise ValueError(f"distillation.window_dropout must be from 0 to 1, got {self.window_dropout}")
 
@@ -402,18 +402,10 @@ def check_optimizer(optimizer: Any, muon_rate: Any, group: str = "") -> None:
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(unknown(f"{group}optimizer", str(optimizer), OPTIMIZERS))
-    _check_number("muon_rate", muon_rate, group)
+    check_number(f"{group}muon_rate", muon_rate)
     if muon_rate <= 0:
         raise ValueError(f"{group}muon_rate must be above 0, got {muon_rate}")
     if optimizer != "muon" and muon_rate != 1:
         raise ValueError(
             f"{group}muon_rate is for {group}optimizer = 'muon' only, got {muon_rate} and {optimizer!r}: set both"
         )
-
-
-def _check_integer(name: str, value: Any, least: int, group: str = "training") -> None:
-    check_integer(f"{group}.{name}", value, least)
-
-
-def _check_number(name: str, value: Any, group: str = "training.") -> None:
-    check_number(f"{group}{name}", value)
