@@ -1,4 +1,4 @@
-"""Reads fields of configs from JSON and from the command line. Unknown and missing fields are refused."""
+"""Reads fields of configs from JSON and from the command line, and checks values. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 # Names that other libraries give to fields and values.
 _OTHERS = {
@@ -53,9 +53,19 @@ def read_fields(cls: type, values: Any, kind: str) -> dict[str, Any]:
     return dict(values)
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Tells whether a value is an integer, which True and False are not here."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Tells whether a value is an integer or a float, which True and False are not here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_integer(name: str, value: object, least: int) -> None:
     """Raises TypeError for what is no integer, and ValueError for one below `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_integer(value):
         raise TypeError(f"{name} must be an integer; got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}; got {value}")
@@ -63,7 +73,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 def check_number(name: str, value: object) -> None:
     """Raises TypeError for what is no number, and ValueError for one that is not finite, or beyond all floats."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise TypeError(f"{name} must be a number; got {value!r}")
     if not abs(value) <= sys.float_info.max:  # also of an integer that no float holds
         raise ValueError(f"{name} must be finite; got {value!r:.40}")

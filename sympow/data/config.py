@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from sympow.fields import read_fields, with_lists
+from sympow.fields import is_number, read_fields, with_lists
 
 KINDS = ("stdlib", "text", "zarr", "tokens")
 TOKEN_KINDS = ("zarr", "tokens")
@@ -152,7 +152,7 @@ class DataConfig:
                 raise ValueError(f"data {name} cannot be empty")
         if not all(isinstance(path, str) and path for path in self.paths):
             raise TypeError(f"data paths must be strings that are not empty, got {list(self.paths)}")
-        if not all(isinstance(weight, int | float) and not isinstance(weight, bool) for weight in self.weights):
+        if not all(map(is_number, self.weights)):
             raise TypeError(f"data weights must be numbers, got {list(self.weights)}")
         if not all(isinstance(suffix, str) and suffix.startswith(".") for suffix in self.suffixes):
             raise ValueError(f"data suffixes must be strings that start with a dot, got {list(self.suffixes)}")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sympow.fields import is_integer
 from sympow.layers.base import (
     Mixer,
     any_weight,
@@ -175,7 +176,7 @@ class AttentionMixer(Mixer):
         check_memory(what, weights, torch.get_default_device())
         if rotation not in self.rotations:
             raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
-        if not isinstance(short_convolution, int) or isinstance(short_convolution, bool) or short_convolution < 0:
+        if not is_integer(short_convolution) or short_convolution < 0:
             raise ValueError(f"short_convolution is a number of taps, 0 for none; got {short_convolution!r}")
         check_flags(qk_norm=qk_norm, bias=bias, out_bias=bias if out_bias is None else out_bias)
         check_flags(head_norm=head_norm, output_gate=output_gate, output_gate_bias=output_gate_bias)

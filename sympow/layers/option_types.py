@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sympow.fields import is_integer
+
 _LARGEST = 2**63  # torch has no larger integers
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
+    return is_integer(value) and -_LARGEST <= value < _LARGEST
 
 
 def _is_large(value: object) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sympow.fields import is_integer
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.registry import make_mixer
@@ -40,7 +41,7 @@ class DepthwiseConvolution(nn.Module):
 
     def __init__(self, channels: int, width: int, *, identity: bool = False, bias: bool = True):
         super().__init__()
-        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        if not is_integer(width) or width < 1:
             raise ValueError(f"width must be an integer of at least 1; got {width!r}")
         self.width, self.identity = width, identity
         self.weight = nn.Parameter(torch.empty(channels, width))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from sympow.fields import read_fields, with_lists
+from sympow.fields import is_integer, is_number, read_fields, with_lists
 from sympow.layers import check_mixer
 from sympow.layers.registry import check_complete, check_trusted, fill_options
 
@@ -101,11 +101,11 @@ class ModelConfig:
             least = 0 if name.startswith("mlp") else 1
             if value is None and name in ("n_kv_heads", "mlp_hidden"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
             if value >= 2**63:
                 raise ValueError(f"{name} must be below 2**63; got {value}")
-        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, int | float) or not 0 < self.norm_eps < 1:
+        if not is_number(self.norm_eps) or not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps must be a number between 0 and 1; got {self.norm_eps!r}")
         for name in ("tie_embeddings", "embedding_norm"):
             if not isinstance(getattr(self, name), bool):

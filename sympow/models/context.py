@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sympow.fields import is_integer
 from sympow.models.lm import LanguageModel, ModelState
 
 NO_TOKENS = hashlib.blake2b(digest_size=16).hexdigest()
@@ -47,7 +48,7 @@ class Context:
         Raises ValueError for a chunk below 1 and for another number of rows, TypeError for what is no tensor, and the
         errors of `LanguageModel.step`.
         """
-        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        if not is_integer(chunk) or chunk < 1:
             raise ValueError(f"chunk must be an integer of at least 1; got {chunk!r}")
         if not isinstance(tokens, Tensor):
             raise TypeError(f"tokens must be a torch.Tensor, int64 [B, T]; got {type(tokens).__name__}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from sympow.fields import is_integer
 from sympow.models.context import Context
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.slots import Slots
@@ -152,13 +153,13 @@ def stream(
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
     counts |= {name: x for name, x in {"top_k": top_k, "vocab_size": vocab_size}.items() if x is not None}
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_integer(value) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
     if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature must be a finite number of at least 0; got {temperature!r}")
     if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be a number above 0 and at most 1; got {top_p!r}")
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+    if not is_integer(seed) or not 0 <= seed < 2**63:
         raise ValueError(f"seed must be an integer from 0 to 2**63 - 1; got {seed!r}")
     prompt = prompt.to(model.embedding.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(seed)

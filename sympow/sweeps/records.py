@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sympow.fields import is_number
 from sympow.files import parsed_json, write_text
 from sympow.locks import claim
 
@@ -69,7 +70,7 @@ class Records:
         if missing:
             raise ValueError(f"{file} is no record of a sweep: it has no {missing[0]!r}{REMEDY}")
         seconds = content["seconds"]
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        if not is_number(seconds):
             raise ValueError(f"{file} is no record of a sweep: its seconds are {seconds!r:.40}{REMEDY}")
         return Record(content["result"], float(seconds))
 

@@ -19,6 +19,7 @@ from sympow.data import load_tokenizer
 from sympow.data.byte_level import bpe_model, byte_characters
 from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_beside, tokenizer_config, write_beside
 from sympow.data.tokens import BYTES_TAG
+from sympow.fields import is_integer
 from sympow.files import naming, whole_folder, write_text
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.errors import reading, without_bars
@@ -105,7 +106,7 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     model = load_exported(source)
     config = config_in(source / RUN_FILE, run.get("config"))
     step = run.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not is_integer(step) or step < 0:
         raise ValueError(f"{source / RUN_FILE}: step must be an integer of at least 0, got {step!r}")
     warmup = min(config.training.warmup_steps, max(1, step))
     training = replace(config.training, steps=max(1, step), warmup_steps=warmup)

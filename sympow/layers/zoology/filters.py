@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sympow.fields import is_integer
 from sympow.layers.base import Mixer, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.float32_linear import Float32Linear
@@ -127,7 +128,7 @@ class PositionFilter(LongFilter):
     def __init__(self, channels: int, max_length: int, order: int, bands: int):
         super().__init__(channels, max_length)
         for name, value in (("order", order), ("bands", bands)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
         self.order, self.bands = order, bands
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sympow.fields import is_integer
 from sympow.layers.base import Mixer, any_weight, own_weight, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.documents import per_document
@@ -66,7 +67,7 @@ class Hyena(Mixer):
         check_flags(multi_head=multi_head)
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
-        if isinstance(recurrences, bool) or not isinstance(recurrences, int) or recurrences < 1:
+        if not is_integer(recurrences) or recurrences < 1:
             raise ValueError(f"recurrences must be an integer of at least 1; got {recurrences!r}")
         if multi_head and recurrences > 1:
             raise ValueError(f"multi_head has one recurrence; got recurrences {recurrences}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from sympow.fields import is_integer
 from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
@@ -38,7 +39,7 @@ class _InputDependentConv(Mixer):
     def __init__(self, d_model: int, n_heads: int, matching: bool, filler: int | None):
         super().__init__(d_model, n_heads)
         check_flags(matching=matching)
-        if filler is not None and (not isinstance(filler, int) or isinstance(filler, bool) or filler < 0):
+        if filler is not None and not (is_integer(filler) and filler >= 0):
             raise ValueError(f"filler must be the id of a token, an integer of at least 0, or None; got {filler!r}")
         self.matching, self.filler = matching, filler
         self.projection = nn.Linear(d_model, d_model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sympow.fields import is_integer, is_number
 from sympow.ops.rope_scaling import check_scaling
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "seed_oss", "granite", "phi3")
@@ -59,7 +60,7 @@ def check_fields(
         value = config.get(field, 1)
         if value is None and field in _OPTIONAL_SIZES:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _BOUND:
+        if not is_integer(value) or not 1 <= value < _BOUND:
             raise ValueError(f"{name} has {field} = {value!r:.60}; expected an integer of at least 1, below 2**63")
     for field in ("dtype", "torch_dtype"):
         value = config.get(field)
@@ -67,11 +68,11 @@ def check_fields(
         if value is not None and not isinstance(named, torch.dtype):
             raise ValueError(f"{name} has {field} = {value!r}; expected the name of a dtype of torch")
     eps = config.get("rms_norm_eps", 1e-6)
-    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < 1:
+    if not is_number(eps) or not 0 < eps < 1:
         raise ValueError(f"{name} has rms_norm_eps = {eps!r}; expected a number between 0 and 1")
     for field in MULTIPLIERS:
         value = config.get(field, 1)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"{name} has {field} = {value!r}; expected a positive number")
     for field in ("tie_word_embeddings", "attention_bias", "attention_out_bias"):
         if not isinstance(config.get(field, False), bool):
@@ -126,7 +127,7 @@ def _check_rope(rope: Any, name: str, partial: bool = True) -> None:
 
 
 def _check_base(base: Any, name: str) -> None:
-    if base is not None and (not isinstance(base, int | float) or isinstance(base, bool) or not 1 < base < _BOUND):
+    if base is not None and not (is_number(base) and 1 < base < _BOUND):
         raise ValueError(f"{name} has rope_theta = {base!r:.60}; expected a number greater than 1, below 2**63")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sympow.fields import is_integer, is_number
 from sympow.packages import from_extra
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -182,7 +183,7 @@ def _header(path: Path, data: Any, sizes: Mapping[int, tuple[int, int]]) -> GGUF
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[int, int]] = {}
     alignment = fields.get("general.alignment", 32)
-    if not _is_integer(alignment) or alignment < 8 or alignment & (alignment - 1):
+    if not is_integer(alignment) or alignment < 8 or alignment & (alignment - 1):
         raise _Cut(f"its general.alignment is {short(alignment)}; expected a power of 2 of at least 8")
     end = 0  # of the tensors so far
     for _ in range(count):
@@ -255,11 +256,11 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
             expected, right = "a text", isinstance(value, str)
         elif field in _INTEGERS:
             least = 0 if field in _MAY_BE_0 else 1
-            expected, right = f"an integer of at least {least}", _is_integer(value) and value >= least
+            expected, right = f"an integer of at least {least}", is_integer(value) and value >= least
         elif field in _TRUTHS:
             expected, right = "true or false", isinstance(value, bool)
         else:
-            expected, right = "a number", _is_number(value)
+            expected, right = "a number", is_number(value) and math.isfinite(value)
         if not right:
             raise ValueError(f"{name} has {kind}.{field} = {short(value)}; expected {expected}")
     for field in header.fields:
@@ -335,14 +336,6 @@ def _own(header: GGUFHeader) -> dict[str, Any]:
     """Returns the fields that begin with the name of the architecture, without this name."""
     prefix = f"{header.fields.get('general.architecture')}."
     return {key.removeprefix(prefix): value for key, value in header.fields.items() if key.startswith(prefix)}
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def short(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sympow.data.byte_level import WORDS, bpe_model
 from sympow.data.tokenizer_files import CONFIG, GENERATION
+from sympow.fields import is_integer
 from sympow.integrations.transformers.pretrained.gguf_file import short
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -100,7 +101,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
 def _token(fields: Mapping[str, Any], kind: str, name: str) -> str:
     """Returns the text of a special token. Raises ValueError for a number that is none of a token."""
     tokens, number = fields.get("tokenizer.ggml.tokens", ()), fields[f"tokenizer.ggml.{kind}_token_id"]
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tokens):
+    if not is_integer(number) or not 0 <= number < len(tokens):
         expected = f"expected a special token below {len(tokens)} as tokenizer.ggml.{kind}_token_id"
         raise ValueError(f"{name}: {expected}; got {short(number)}")
     return str(tokens[number])
