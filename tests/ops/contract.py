@@ -54,8 +54,8 @@ _LOG_DECAY = 16.0  # the size of a log decay, beyond which the decay is below 1.
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of power_attention. `ends` are the ends of packed documents; then B is 1."""
+class Sizes:
+    """What all calls of the op and of the delta rule have. `ends` are the ends of packed documents; then B is 1."""
 
     B: int = 1
     T: int = 1
@@ -67,9 +67,24 @@ class Case:
     gate: bool = True
     state: bool = False
     return_state: bool = True
+    ends: tuple[int, ...] | None = None
+
+    @property
+    def states(self) -> int:
+        """How many sequences have a state."""
+        return self.B if self.ends is None else len(self.ends)
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        return None if self.ends is None else torch.tensor((0, *self.ends), dtype=torch.int32, device=DEVICE)
+
+
+@dataclass(frozen=True)
+class Case(Sizes):
+    """One call of power_attention."""
+
     normalize: bool | None = None
     eps: float = 1e-6
-    ends: tuple[int, ...] | None = None
 
     @property
     def divides(self) -> bool:
@@ -99,33 +114,37 @@ CASES = {
 }
 
 
+def normal(gen: torch.Generator) -> Callable[..., Tensor]:
+    """A function of a shape that draws from N(0, 1) in float64."""
+    return partial(torch.randn, generator=gen, dtype=torch.float64)
+
+
+def leaves(inputs: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """Leaves that require gradients: queries, keys and values of the dtype, and the rest in float32 at least."""
+    compute = torch.promote_types(dtype, torch.float32)
+    return {
+        name: None if x is None else x.to(DEVICE, dtype if name in "qkv" else compute).requires_grad_()
+        for name, x in inputs.items()
+    }
+
+
 def make_inputs(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | None]:
     """Leaves that require gradients: q, k, v, log_g, and s, z of a state that some tokens could have left."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
-    batch = case.B if case.ends is None else len(case.ends)
+    draw = normal(torch.Generator().manual_seed(seed))
     inputs: dict[str, Tensor | None] = {
-        "q": normal(case.B, case.T, case.H, case.K),
-        "k": normal(case.B, case.T, case.G, case.K),
-        "v": normal(case.B, case.T, case.G, case.V),
+        "q": draw(case.B, case.T, case.H, case.K),
+        "k": draw(case.B, case.T, case.G, case.K),
+        "v": draw(case.B, case.T, case.G, case.V),
         # From gates that forget within a token to ones that keep thousands.
-        "log_g": logsigmoid(4 * normal(case.B, case.T, case.G) + 2) if case.gate else None,
+        "log_g": logsigmoid(4 * draw(case.B, case.T, case.G) + 2) if case.gate else None,
         "s": None,
         "z": None,
     }
     if case.state:
-        past = [normal(batch, 3, case.G, d) for d in (case.K, case.K, case.V)]
+        past = [draw(case.states, 3, case.G, d) for d in (case.K, case.K, case.V)]
         _, state = reference.quadratic(*past, None, p=case.p, scale=1.0, normalize=False, eps=1.0)
         inputs |= {"s": state.s, "z": state.z}
-    compute = torch.promote_types(dtype, torch.float32)
-    for name, x in inputs.items():
-        if x is not None:
-            x = x.to(DEVICE, dtype if name in "qkv" else compute)
-            inputs[name] = x.requires_grad_()
-    return inputs
+    return leaves(inputs, dtype)
 
 
 def forward(
@@ -141,7 +160,7 @@ def forward(
         chunk_size=chunk_size,
         initial_state=state,
         return_state=case.return_state,
-        cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32, device=DEVICE),
+        cu_seqlens=case.cu_seqlens,
         impl=impl,
     )
     return {"out": out} | ({"s": after.s, "z": after.z} if after else {})

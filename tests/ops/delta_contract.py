@@ -23,29 +23,18 @@ from torch.nn.functional import logsigmoid, normalize
 
 from sympow.ops import delta_reference, power_delta_rule
 from sympow.ops.feature_map import spow_dim
-from tests.ops.contract import DEVICE, EPS32, assert_equal_float64, with_gradients
+from tests.ops.contract import DEVICE, EPS32, Sizes, assert_equal_float64, leaves, normal, with_gradients
 
 __all__ = ["assert_equal_float64"]
 _LEAST_CHUNK = 64  # tokens, up to which no implementation reads states that are neither given nor returned
 
 
 @dataclass(frozen=True)
-class DeltaCase:
-    """One call of power_delta_rule. `ends` are the ends of packed documents; then B is 1."""
+class DeltaCase(Sizes):
+    """One call of power_delta_rule."""
 
-    B: int = 1
-    T: int = 1
-    H: int = 1
-    G: int = 1
-    K: int = 2
-    V: int = 2
-    p: int = 2
-    gate: bool = True
-    state: bool = False
-    return_state: bool = True
     resets: bool = False
     repeated: bool = False
-    ends: tuple[int, ...] | None = None
 
 
 CASES = {
@@ -72,32 +61,24 @@ CASES = {
 def make_inputs(case: DeltaCase, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | None]:
     """Leaves that require gradients: q, k, v, beta, log_g, and the state s. Queries and keys are not unit yet."""
     gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
-    batch = case.B if case.ends is None else len(case.ends)
-    k = normal(case.B, case.T, case.G, case.K)
+    draw = normal(gen)
+    k = draw(case.B, case.T, case.G, case.K)
     if case.repeated:
         k = k[:, torch.randint(0, min(3, case.T), (case.T,), generator=gen)]
-    gates = logsigmoid(4 * normal(case.B, case.T, case.G) + 2)
+    gates = logsigmoid(4 * draw(case.B, case.T, case.G) + 2)
     if case.resets:
         strengths = torch.tensor([-1e2, -1e4, -1e9, -1e30], dtype=torch.float64)
         chosen = torch.rand(gates.shape, generator=gen) < 0.1
         gates = torch.where(chosen, strengths[torch.randint(0, 4, gates.shape, generator=gen)], gates)
     inputs: dict[str, Tensor | None] = {
-        "q": normal(case.B, case.T, case.H, case.K),
+        "q": draw(case.B, case.T, case.H, case.K),
         "k": k,
-        "v": normal(case.B, case.T, case.G, case.V),
+        "v": draw(case.B, case.T, case.G, case.V),
         "beta": torch.rand(case.B, case.T, case.G, generator=gen, dtype=torch.float64),
         "log_g": gates if case.gate else None,
-        "s": normal(batch, case.G, spow_dim(case.K, case.p), case.V) / 4 if case.state else None,
+        "s": draw(case.states, case.G, spow_dim(case.K, case.p), case.V) / 4 if case.state else None,
     }
-    compute = torch.promote_types(dtype, torch.float32)
-    for name, x in inputs.items():
-        if x is not None:
-            inputs[name] = x.to(DEVICE, dtype if name in "qkv" else compute).requires_grad_()
-    return inputs
+    return leaves(inputs, dtype)
 
 
 def run(
@@ -107,8 +88,7 @@ def run(
     tokens = [inputs[name] for name in ("q", "k", "v", "beta", "log_g")]
     out, state = power_delta_rule(
         *tokens, p=case.p, chunk_size=chunk_size, initial_state=inputs["s"], return_state=case.return_state,
-        cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32, device=DEVICE),
-        impl=impl,
+        cu_seqlens=case.cu_seqlens, impl=impl,
     )  # fmt: skip
     return with_gradients({"out": out} | ({"s": state} if case.return_state else {}), inputs)
 
