@@ -59,7 +59,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.glob(f".{glob.escape(path.name)}.*.unfinished"):
-        if not _runs(other.name.removeprefix(f".{path.name}.").partition(".")[0]):
+        if not process_runs(other.name.removeprefix(f".{path.name}.").partition(".")[0]):
             shutil.rmtree(other, ignore_errors=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.unfinished")
     partial.mkdir()
@@ -79,8 +79,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-def _runs(process: str) -> bool:
-    """Tells whether a process with this number may run."""
+def process_runs(process: str) -> bool:
+    """Tells whether a process with this number may run, which only POSIX systems can deny."""
+    if os.name != "posix":  # elsewhere the signal 0 is one that a process would get
+        return True
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:

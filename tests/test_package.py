@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "fields": set(),
     "ops": set(),
     "layers": {"fields", "packages", "ops"},
-    "models": {"packages", "fields", "ops", "layers"},
+    "models": {"packages", "fields", "files", "ops", "layers"},
     "data": {"files", "locks", "packages", "progress", "fields"},
     "evaluation": {"files", "packages", "progress", "ops", "layers", "models"},
     "training": {"files", "locks", "progress", "fields", "ops", "layers", "models", "data"},

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from sympow.files import process_runs, sync
 from sympow.layers.state import check_batch, check_form, check_read, form_of
 from sympow.layers.state_file import STATE_DTYPES, SerializedState, deserialize, fitted, serialize
 from sympow.models.context import Context
@@ -274,26 +275,14 @@ def _replacing(path: Path) -> Iterator[Path]:
         os.replace(folder / path.name, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if os.name == "posix":  # on other systems a folder cannot be opened, and a rename is durable without this
-        parent = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+    sync(path.parent)
 
 
 def _remove_leftovers(path: Path) -> None:
     """Removes temporary files of processes that were killed while they wrote `path`."""
-    if os.name != "posix":
-        return
     for other in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        writer = other.name.removeprefix(f".{path.name}.").partition("-")[0]
-        try:
-            os.kill(int(writer), 0)
-        except ProcessLookupError:
+        if not process_runs(other.name.removeprefix(f".{path.name}.").partition("-")[0]):
             shutil.rmtree(other, ignore_errors=True)
-        except (ValueError, OSError):
-            continue
 
 
 def _seal(path: Path) -> None:
