@@ -25,7 +25,7 @@ import torch
 from benchmarks.common.cases import FORMS, MODES, Case, make_inputs, power_call
 from benchmarks.common.measure import graphed, keep, kernel_milliseconds, measured, milliseconds, options
 from benchmarks.ops import GRAPHED, check, chunk_size, expected
-from benchmarks.tables import chunks_table
+from benchmarks.pages.result_tables import chunks_table
 
 SHORTEST = 256
 IMPL = {"cpu": "eager", "cuda": "triton"}

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import brumby, tables
+from benchmarks import brumby
 from benchmarks.common.measure import read
+from benchmarks.pages import result_tables
 from sympow.integrations.transformers.pretrained.power_models import power_config
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
@@ -42,7 +43,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         assert row["least_bytes"] == read_weights + state * 5 / 4  # the tail has room for 4 tokens
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_per_token"], abs=0.002)
         assert row["err"] < 0.04
-    lines = tables.brumby_table(rows).splitlines()
+    lines = result_tables.brumby_table(rows).splitlines()
     assert len(lines) == 8 and "decoding, 1 sequence |" in lines[4] and "177,428 parameters" in lines[-1]
 
 

@@ -8,9 +8,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from benchmarks import chunks, tables
+from benchmarks import chunks
 from benchmarks.common.cases import FORMS, Case
 from benchmarks.common.measure import kernel_milliseconds, read
+from benchmarks.pages import result_tables
 from sympow.ops.triton import gradients, output, states
 from sympow.ops.triton.hopper import key_gradient, query_gradient
 from sympow.ops.triton.hopper import output as hopper_output
@@ -148,12 +149,12 @@ def test_table():
     row = {"p": 2, "K": 4, "T": 64, "H": 2, "mode": "forward", "dtype": "bfloat16", "gated": True, "processor": "a GPU"}
     row |= {"impl": "triton", "chunk": 64, "ms": None, "ratio": None, "torch": "2", "commit": "c"}
     failed = [row, row | {"impl": "auto"}]
-    assert "| 2 | 4 | forward |  |" in tables.chunks_table(failed)
+    assert "| 2 | 4 | forward |  |" in result_tables.chunks_table(failed)
     timings = [("triton", 8, 2.0, "forward"), ("triton", 16, 2.1, "forward"), ("auto", 16, 2.31, "forward"),
                ("triton", 8, 2.0, "forward+backward"), ("auto", 8, 1.8, "forward+backward")]  # fmt: skip
     names = ("impl", "chunk", "ms", "mode")
     timed = [row | {"T": 32, "ratio": timing[2] / 2} | dict(zip(names, timing, strict=True)) for timing in timings]
-    written = tables.chunks_table([*failed, *timed])
+    written = result_tables.chunks_table([*failed, *timed])
     assert "| 2 | 4 | forward | 8, 1.16x |  |" in written and "| 2 | 4 | forward+backward | 8, 0.90x |  |" in written
     assert 'by name: at most 1.050 times the fastest. "auto" takes 0.900 to 1.100 times' in written
     assert "the time of that form, median 1.000." in written

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import decoding_gpu, tables
+from benchmarks import decoding_gpu
 from benchmarks.common.cases import Case
 from benchmarks.decoding_gpu import Step
+from benchmarks.pages import result_tables
 
 SMALL = Step(Case(1, B=2, H=2, G=2, K=4, V=4, dtype="bfloat16"))
 
@@ -30,7 +31,7 @@ def test_rows():
     assert row["copy_gb_per_s"] == 0 and row["peer"].startswith("torch scaled_dot_product_attention, ")
     assert 0 < row["err"] < 0.01
     assert "4.0x" in decoding_gpu.line(row)
-    assert "| H 2, G 2, K = V = 4 | float32 | 2 | 2,000.0 |" in tables.decoding_gpu_table([row])
+    assert "| H 2, G 2, K = V = 4 | float32 | 2 | 2,000.0 |" in result_tables.decoding_gpu_table([row])
 
 
 @pytest.mark.parametrize("options", [{"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"slotted": True}])
@@ -50,7 +51,7 @@ def test_a_shape_without_a_peer(monkeypatch):
     monkeypatch.setattr(decoding_gpu, "softmax_calls", lambda *case: {})
     row = decoding_gpu.measure(SMALL, "cpu", context=16, copied=1 << 10)
     assert row["peer"] is None and "no peer takes this shape" in decoding_gpu.line(row)
-    assert "|  |  |" in tables.decoding_gpu_table([row])
+    assert "|  |  |" in result_tables.decoding_gpu_table([row])
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):

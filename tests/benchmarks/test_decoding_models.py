@@ -4,7 +4,7 @@ import sys
 
 from benchmarks import decoding_models
 from benchmarks.common.measure import read
-from benchmarks.tables import TABLES
+from benchmarks.pages.result_tables import TABLES
 from sympow.layers import base
 from sympow.ops.fused import step_products
 

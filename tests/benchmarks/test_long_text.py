@@ -9,7 +9,7 @@ import torch
 from benchmarks import long_text
 from benchmarks.common.measure import read
 from benchmarks.long_text import by_position, losses_in_rows
-from benchmarks.tables import long_text_table
+from benchmarks.pages.result_tables import long_text_table
 from sympow.data import Batches, TokenCorpus, ZarrCorpus, open_corpus
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.recipes import load_recipe

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from benchmarks import serving, tables
+from benchmarks import serving
 from benchmarks.common.server_process import Server
+from benchmarks.pages.serving_tables import serving_table
 from sympow.models import preset
 
 
@@ -41,9 +42,9 @@ def test_rows_and_their_table(tmp_path):
     assert (left["answers_wrong_or_lost"], left["exit_code"], left["faults"]) == (0, 0, 0)
     assert left["answers_whole_at_shutdown"] == left["answers_at_shutdown"] == 8 and left["all_slots_free_afterwards"]
     about = dict.fromkeys(("model", "processor", "torch", "commit"), "")
-    written = tables.serving_table([row | about for row in rows])
+    written = serving_table([row | about for row in rows])
     assert "| 2 streams of 6 tokens | " in written and "0 wrong or lost" in written
-    assert "hostile" not in tables.serving_table([row | about for row in streams])
+    assert "hostile" not in serving_table([row | about for row in streams])
 
 
 def test_a_server_that_does_not_start_is_told(tmp_path):
