@@ -259,14 +259,11 @@ def _cell(name: str, value: Any) -> Any:
 
 def _value(name: str, text: str) -> Any:
     """Returns the value of a cell."""
-    if not text or (name in TEXTS and not text.startswith('"')):
+    from sympow.recall.results import cell_value
+
+    if name in TEXTS and not text.startswith('"'):
         return text or None
-    if text in ("True", "False"):
-        return text == "True"
-    kinds: tuple[Callable[[str], Any], ...] = (json.loads, float)
-    for kind in kinds:
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return cell_value(text)

@@ -52,7 +52,7 @@ def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list
     Columns named in `texts` are not read as numbers where they look so. Raises ValueError for a file that is no table.
     """
     return [
-        {name: text if name in texts and text else _value(text) for name, text in row.items()}
+        {name: text if name in texts and text else cell_value(text) for name, text in row.items()}
         for row in read_cells(path)
     ]
 
@@ -116,7 +116,8 @@ def _validation(rows: Iterable[Row]) -> tuple[float, float]:
     return mean(row["validation_accuracy"] for row in rows), -loss if loss == loss else float("-inf")
 
 
-def _value(text: str) -> Any:
+def cell_value(text: str) -> Any:
+    """Returns what the text of a cell stands for: None, a truth value, a number, or the text itself."""
     if text == "":
         return None
     if text in ("True", "False"):
