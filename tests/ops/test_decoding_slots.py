@@ -60,11 +60,6 @@ def steps(case: Case, inputs: dict, state: DecodingState, impl: str) -> torch.Te
     return torch.cat(outs, 1)
 
 
-def needs(impl: str) -> None:
-    if impl == "triton":
-        pytest.importorskip("triton", reason="needs triton")
-
-
 @pytest.mark.parametrize(
     ("paged", "state_dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.int8)], ids=str
 )
@@ -72,7 +67,6 @@ def needs(impl: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_slot_is_stepped_as_a_state_of_its_own(name, impl, paged, state_dtype):
     """Bit for bit, and what stands in no slot of the batch stays as it was."""
-    needs(impl)
     case = CASES[name]
     inputs = tokens(case)
     state = plain_state(case, inputs, state_dtype=state_dtype)
@@ -89,7 +83,6 @@ def test_a_slot_is_stepped_as_a_state_of_its_own(name, impl, paged, state_dtype)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_state_in_bfloat16_errs_by_its_roundings(impl, dtype):
     """It is rounded once when it is made and once when a tail is folded: here the tokens of two folds."""
-    needs(impl)
     if impl == "triton" and dtype == torch.bfloat16 and not GPU:
         return  # slow in the interpreter
     inputs = tokens(CASE, dtype)
@@ -107,7 +100,6 @@ def test_a_state_in_bfloat16_errs_by_its_roundings(impl, dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_state_in_int8_errs_by_its_roundings(impl):
     """As in bfloat16, with a step of 1/127 of the largest number of a row."""
-    needs(impl)
     inputs = tokens(CASE)
     exact = plain_state(CASE, inputs)
     rounded = plain_state(CASE, inputs, state_dtype=torch.int8)
@@ -167,7 +159,7 @@ def test_a_state_that_differs_a_little_is_rounded_in_the_same_way():
 
 
 def test_the_kernel_rounds_to_int8_as_plain_torch_does():
-    needs("triton")
+    pytest.importorskip("triton", reason="needs triton")
     inputs = tokens(replace(CASE, T=12))
     states = [plain_state(CASE, tokens(CASE), state_dtype=torch.int8) for _ in IMPLS]
     for impl, state in zip(IMPLS, states, strict=True):
@@ -185,7 +177,6 @@ def test_the_kernel_rounds_to_int8_as_plain_torch_does():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_numbers_that_are_not_finite_make_nan_of_an_int8_row(impl, bad):
     """And of no other key/value head."""
-    needs(impl)
     inputs = tokens(replace(CASE, G=2))
     inputs["v"][0, 0, 0, 1] = bad
     state = plain_state(replace(CASE, G=2), inputs, state_dtype=torch.int8)
@@ -202,7 +193,6 @@ def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_slots_are_within_the_budget(impl):
-    needs(impl)
     case = replace(CASE, return_state=True)
     inputs = make_inputs(case, dtype=torch.float32)
     detached = {name: x.detach() for name, x in inputs.items() if x is not None}

@@ -249,8 +249,6 @@ def test_the_state_has_the_rows_of_the_public_basis():
 def test_gradients_without_the_norm(impl, p):
     """The gradient along a key is lost in the norm's, so only these calls show that of a token's own score."""
     dtype = torch.float64 if impl == "eager" else torch.float32
-    if impl == "triton":
-        pytest.importorskip("triton", reason="needs triton")
     gen = torch.Generator().manual_seed(p)
     q, k, v = (torch.randn(1, 20, 2, 5, generator=gen, dtype=torch.float64) / 2 for _ in range(3))
     beta, dout = torch.rand(1, 20, 2, generator=gen), torch.randn(1, 20, 2, 5, generator=gen, dtype=torch.float64)

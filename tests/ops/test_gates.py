@@ -174,8 +174,6 @@ PARTS = range(-(-CASES // PART) or 1)
 def test_random_gates(impls, dtype, part):
     """Outputs, states, and the gradients of all inputs, of whole rows and of packed documents."""
     interpreted = impls == KERNELS and DEVICE == "cpu"
-    if impls == KERNELS:
-        pytest.importorskip("triton", reason="needs triton")
     wrong = []
     count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 24
     first = 1_000_000 * CALLS.index((impls, dtype)) + part * PART
@@ -232,8 +230,6 @@ def test_the_budget_counts_terms_that_cancel():
 @pytest.mark.parametrize("impl", ["eager", "reference", "triton"])
 def test_a_reset_takes_nothing_from_what_follows(impl, reset):
     """Four documents in a row, by resets; before, outputs of size 2 erred by 1e-3 behind -1e4 and by 1 behind -1e9."""
-    if impl == "triton":
-        pytest.importorskip("triton", reason="needs triton")
     case = Case(T=64, K=4, V=3)
     inputs = make_inputs(case, dtype=torch.float32 if impl == "triton" else torch.float64)
     gates = torch.full_like(inputs["log_g"].detach(), -0.3)
@@ -246,8 +242,6 @@ def test_a_reset_takes_nothing_from_what_follows(impl, reset):
 @pytest.mark.parametrize("impl", ["eager", "reference", "triton"])
 def test_the_gradient_of_a_state_behind_a_hard_gate(impl, time):
     """exp(-80) is 2e-35, which float32 has. Nothing else is in the gradient, so a factor of 0 would be all wrong."""
-    if impl == "triton":
-        pytest.importorskip("triton", reason="needs triton")
     inputs = make_inputs(Case(T=time, K=4, V=3, state=True), dtype=torch.float32)
     inputs["log_g"] = torch.full_like(inputs["log_g"].detach(), -80.0).requires_grad_()
     case = Case(T=time, K=4, V=3, state=True)
@@ -285,8 +279,6 @@ def steps(impl: str, case: Case, inputs: dict[str, Tensor | None], draw: random.
 def test_random_gates_of_steps(impls, dtype, part):
     """On both kinds of states, with tails that are folded at any token."""
     interpreted = impls == KERNELS and DEVICE == "cpu"
-    if impls == KERNELS:
-        pytest.importorskip("triton", reason="needs triton")
     wrong = []
     count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 12
     first = 20_000_000 + 1_000_000 * CALLS.index((impls, dtype)) + part * PART

@@ -55,8 +55,6 @@ def call_with_state(q, k, v, log_g, s, z, **options):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("impl", ["eager", "triton"])
 def test_the_op(impl, packed, chunk_size):
-    if impl == "triton":
-        pytest.importorskip("triton")
     tensors = inputs(torch.float64 if impl == "eager" else torch.float32)
     cu_seqlens = torch.tensor([0, 5, 5, T], device=DEVICE) if packed else None
     options = {"impl": impl, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
@@ -69,8 +67,6 @@ def test_the_op(impl, packed, chunk_size):
 
 @pytest.mark.parametrize("impl", ["eager", "triton"])
 def test_the_op_with_a_rotation(impl):
-    if impl == "triton":
-        pytest.importorskip("triton")
     q, k, v, log_g = inputs(torch.float64 if impl == "eager" else torch.float32)
     positions = drawn(B, T, seed=3)
     frequencies = rotary_frequencies(K, device=q.device)
