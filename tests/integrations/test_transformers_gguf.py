@@ -2,6 +2,7 @@
 
 import json
 import struct
+from functools import partial
 
 import numpy
 import pytest
@@ -184,6 +185,11 @@ def test_a_gguf_file_that_names_more_than_it_holds_is_refused(gguf_file, place):
     assert_refused(gguf_file, r"is not a whole GGUF file|has the shape")
 
 
+def set_field(writer, field, value):
+    writer.kv_data[0].pop(field, None)
+    writer.add_key_value(field, value, gguf.GGUFValueType.get_type(value))
+
+
 @pytest.mark.parametrize("value", [-4, float("nan"), float("inf"), True, "a\nb", [1, 2], ["a"]], ids=str)
 @pytest.mark.parametrize("kind", ["Llama", "Granite", "Phi-4"])
 def test_fields_of_a_gguf_file_that_are_of_another_type_are_refused_in_one_line(kind, value, tmp_path):
@@ -198,12 +204,7 @@ def test_fields_of_a_gguf_file_that_are_of_another_type_are_refused_in_one_line(
     for field in fields:
         if (value, field) == (True, "tokenizer.ggml.add_bos_token"):
             continue  # which is right
-
-        def other(writer, field=field):
-            writer.kv_data[0].pop(field, None)
-            writer.add_key_value(field, value, gguf.GGUFValueType.get_type(value))
-
-        file = write_gguf(tmp_path, pretrained(kind), other)
+        file = write_gguf(tmp_path, pretrained(kind), partial(set_field, field=field, value=value))
         with pytest.raises(ValueError, match=r"tiny\.gguf") as error:
             load_pretrained(file)
         assert "\n" not in str(error.value), field
@@ -229,12 +230,8 @@ def test_fields_of_a_gguf_file_that_are_of_another_type_are_refused_in_one_line(
     ],
 )
 def test_fields_of_a_gguf_file_that_contradict_it_are_named(field, value, message, tmp_path):
-
-    def other(writer):
-        writer.kv_data[0].pop(field, None)
-        writer.add_key_value(field, value, gguf.GGUFValueType.get_type(value))
-
-    assert_refused(write_gguf(tmp_path, pretrained("Llama"), other), rf"tiny\.gguf .*{message}")
+    change = partial(set_field, field=field, value=value)
+    assert_refused(write_gguf(tmp_path, pretrained("Llama"), change), rf"tiny\.gguf .*{message}")
 
 
 @pytest.mark.parametrize(
