@@ -8,14 +8,15 @@ attention layers have the same short convolution and rotation. Other recipes are
 and 5, with the body and shape of all others.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from sympow.models import MixerConfig, preset
-from sympow.recipes.scaling import BLOCK, DATA, VOCAB_SIZE
-from sympow.training import RunConfig, TrainingConfig
+from sympow.models import MixerConfig
+from sympow.recipes import scaling
+from sympow.recipes.scaling import BLOCK
+from sympow.training import RunConfig
 
 CONTEXT = 1024
-STEPS = 460  # of 64 rows: 30 million tokens
 SELECTED = 64  # top_k; of 1,024 tokens about 64 (1 + ln(1 + 1024 / 64)) = 245 ask
 PROBABILITY = 0.24  # of random selection: 245 of 1,024 tokens ask
 CONTROL: dict[str, Any] = {"short_convolution": 4, "rotary_fraction": 0.25}  # what selection can have of `BLOCK`
@@ -192,21 +193,9 @@ def _hybrid(name: str, attention: MixerConfig) -> RunConfig:
 
 
 def _config(name: str, *mixers: MixerConfig) -> RunConfig:
-    return RunConfig(
-        name=f"hybrids-{name}",
-        model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers, body="llama"),
-        data=DATA,
-        training=TrainingConfig(
-            context=CONTEXT,
-            batch_size=64,
-            steps=STEPS,
-            optimizer="muon",
-            learning_rate=8e-3,
-            warmup_steps=STEPS // 10,
-            precision="bf16",
-            evaluate_every=STEPS,
-            evaluation_batches=64,
-            checkpoint_every=STEPS,
-            keep_checkpoints=1,
-        ),
+    """Returns the run of `scaling.power` with other mixers and in shorter rows. The held-out loss is measured once."""
+    config = scaling.power()
+    training = replace(
+        config.training, context=CONTEXT, batch_size=64, evaluate_every=scaling.STEPS, evaluation_batches=64
     )
+    return replace(config, name=f"hybrids-{name}", model=replace(config.model, mixers=mixers), training=training)
