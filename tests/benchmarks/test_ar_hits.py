@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from functools import partial
 
 import numpy as np
@@ -42,22 +41,17 @@ def small(monkeypatch):
     monkeypatch.setattr(measure, "commit", lambda: "123456789012")  # git takes longer than a run
 
 
-def call(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["ar_hits", *map(str, words)])
-    return program.main()
-
-
-def run(monkeypatch, corpus, out, *words):
+def run(call, corpus, out, *words):
     where = ("--corpus", corpus, "--out", out, "--vocab-size", 256, "--toy", "--device", "cpu")
-    return call(monkeypatch, "run", *where, *words)
+    return call(program, "run", *where, *words)
 
 
-def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, tmp_path, capsys):
+def test_runs_are_measured_once_and_told_on_a_page(call, corpus, small, tmp_path, capsys):
     results = tmp_path / "results"
     out = results / "kernel_muon"
     recipes = "attention,base_conv"
-    assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "1") == 0
-    assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "2") == 0
+    assert run(call, corpus, out, "--recipes", recipes, "--seeds", "1") == 0
+    assert run(call, corpus, out, "--recipes", recipes, "--seeds", "2") == 0
     assert "2 of 4 runs to do" in capsys.readouterr().out
     tables = {name: read_rows(out / f"{name}.csv") for name in program.TABLES}
     assert [(row["recipe"], row["seed"]) for row in tables["run"]] == [
@@ -70,7 +64,7 @@ def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, t
         assert {each["document"] for each in own} == set(range(5)) and len(own) == 5 * len(PARTS)
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
-    assert call(monkeypatch, "report", "--results", results, "--page", page) == 0
+    assert call(program, "report", "--results", results, "--page", page) == 0
     text = page.read_text()
     assert "| softmax attention | " in text and re.search(r"\| BaseConv \| [+-]\d\.\d+ \[", text)
     assert re.search(r"\| kernel \| BaseConv \| \d\.\d+ ± \d\.\d+ \| [+-]\d\.\d+ \| ", text)
@@ -79,10 +73,10 @@ def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, t
         assert (tmp_path / "page" / f"kernel_muon-{name}.png").stat().st_size > 10_000
 
 
-def test_runs_with_changes_and_several_learning_rates(monkeypatch, corpus, small, tmp_path, capsys):
+def test_runs_with_changes_and_several_learning_rates(call, corpus, small, tmp_path, capsys):
     out = tmp_path / "results" / "kernel_muon"
     words = ("--recipes", "softmax_gate,power_delta", "--seeds", "1", "--rates", "1e-4,1e-2")
-    assert run(monkeypatch, corpus, out, *words, "training.optimizer=muon") == 0
+    assert run(call, corpus, out, *words, "training.optimizer=muon") == 0
     rows = read_rows(out / "run.csv")
     assert [(row["recipe"], row["learning_rate"]) for row in rows] == [
         (recipe, rate) for rate in (1e-4, 1e-2) for recipe in ("softmax_gate", "power_delta")
@@ -95,9 +89,9 @@ def test_runs_with_changes_and_several_learning_rates(monkeypatch, corpus, small
             for recipe in ("softmax_gate", "power_delta")
         }
     capsys.readouterr()
-    assert run(monkeypatch, corpus, out, *words) == 2
+    assert run(call, corpus, out, *words) == 2
     assert "have the changes training.optimizer=muon; got none: choose another --out" in capsys.readouterr().err
-    assert run(monkeypatch, corpus, out, *words, "training.optimiser=muon") == 2
+    assert run(call, corpus, out, *words, "training.optimiser=muon") == 2
     assert capsys.readouterr().err.startswith("error: unknown field 'training.optimiser'")
 
 
@@ -170,9 +164,9 @@ def test_the_share_of_the_gap_that_hybrids_close():
     assert report.closed_table(tables | {"slices": without}) == report.MISSING
 
 
-def test_other_seeds_are_trained_at_the_best_rate_of_the_first(monkeypatch, corpus, small, tmp_path, capsys):
+def test_other_seeds_are_trained_at_the_best_rate_of_the_first(call, corpus, small, tmp_path, capsys):
     words = ("--recipes", "attention,base_conv", "--rates", "1e-5,3e-2", "--best-rate", "--rows", "4")
-    assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
+    assert run(call, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
     rows = read_rows(tmp_path / "kernel" / "run.csv")
     best = {min((r["held_out_loss"], name, r["learning_rate"]) for r in rows if (r["recipe"], r["seed"]) == (name, 0))
             for name in ("attention", "base_conv")}  # fmt: skip
@@ -183,18 +177,18 @@ def test_other_seeds_are_trained_at_the_best_rate_of_the_first(monkeypatch, corp
     assert {(row["corpus"].split(",")[0], row["counted_tokens"]) for row in rows} == {("4 rows", 4 * DOCUMENT)}
     corpora, _ = program.read_results(tmp_path)
     assert len(corpora["kernel"]["run"]) == 4  # a rate with one seed does not count beside one with two
-    assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
+    assert run(call, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
     assert capsys.readouterr().out.count("0 of ") == 2
 
 
-def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
+def test_a_page_without_runs_says_so(call, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
-    assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
+    assert call(program, "report", "--results", tmp_path, "--page", page) == 0
     assert page.read_text().count(report.MISSING) == 21
 
 
-def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
+def test_hits_by_source_are_those_of_a_scan(call, tmp_path, capsys):
     """Two sources of enough documents and one of too few; spaces and the word "a" do not count."""
     letters = np.frombuffer(b"a b c d x y", np.uint8)
     rng = np.random.default_rng(0)
@@ -205,7 +199,7 @@ def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
     lines = [("fs/ext4", "train", 12), ("mm", "heldout", 3), ("net", "train", 10), ("lib", "train", 3)]
     documents = [json.dumps({"directory": each[0], "split": each[1], "rows": each[2]}) for each in lines]
     (tmp_path / "documents.jsonl").write_text("\n".join(documents))
-    assert call(monkeypatch, "sources", "--corpus", tmp_path, "--most", "7", "--out", tmp_path / "out") == 0
+    assert call(program, "sources", "--corpus", tmp_path, "--most", "7", "--out", tmp_path / "out") == 0
     rows = read_rows(tmp_path / "out" / "sources.csv")
     assert list(dict.fromkeys(row["source"] for row in rows)) == ["fs", "net"]
     counted = set(b"bcdxy")
@@ -227,16 +221,16 @@ def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
     )
 
 
-def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
+def test_the_comparison_with_brute_force(call, monkeypatch, corpus, tmp_path, capsys):
     words = ("--corpus", corpus, "--tokens", "300", "--timed-tokens", "500", "--out", tmp_path)
     monkeypatch.setattr(program, "CONTEXT", 100)
-    assert call(monkeypatch, "exact", *words) == 0
+    assert call(program, "exact", *words) == 0
     (row,) = read_rows(tmp_path / "exact.csv")
     assert row["tokens"] == 300 and row["hits"] > 0 and row["largest_difference_tokens"] == 0
 
 
-def test_unknown_recipes_are_refused(monkeypatch, corpus, tmp_path, capsys):
-    assert run(monkeypatch, corpus, tmp_path, "--recipes", "attention,hyaena") == 2
+def test_unknown_recipes_are_refused(call, corpus, tmp_path, capsys):
+    assert run(call, corpus, tmp_path, "--recipes", "attention,hyaena") == 2
     assert capsys.readouterr().err.startswith("error: a recipe is one of attention, softmax_gate, power, power_delta, ")
 
 
@@ -255,8 +249,8 @@ def test_the_page_follows_from_the_committed_tables(tmp_path):
     assert page.read_text() == program.PAGE.read_text()
 
 
-def test_controls_are_compared_with_the_attention_of_the_control(monkeypatch, corpus, small, tmp_path):
-    assert run(monkeypatch, corpus, tmp_path, "--recipes", "controls", "--seeds", "1") == 0
+def test_controls_are_compared_with_the_attention_of_the_control(call, corpus, small, tmp_path):
+    assert run(call, corpus, tmp_path, "--recipes", "controls", "--seeds", "1") == 0
     tables = {name: read_rows(tmp_path / f"{name}.csv") for name in program.TABLES}
     assert [row["recipe"] for row in tables["run"]] == list(work.CONTROLS)
     lines = report.gaps_table(tables).splitlines()[2:]

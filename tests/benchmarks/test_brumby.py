@@ -1,7 +1,5 @@
 """The benchmark of a model of Brumby's shape, at the small scale: what is checked first, and what the rows hold."""
 
-import sys
-
 import pytest
 import torch
 
@@ -26,11 +24,10 @@ def test_the_full_shape_is_that_of_the_public_model():
     assert sum(each.nbytes for each in model.init_state(1).tensors()) > 40 * 8 * 8256 * 129 * 4
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path, call, capsys):
     file = tmp_path / "rows.csv"
     words = ["--scale", "toy", "--threads", str(torch.get_num_threads()), "--csv", str(file)]
-    monkeypatch.setattr(sys, "argv", ["brumby", *words])
-    brumby.main()
+    call(brumby, *words)
     rows = read(file)
     kinds = [("reading", 1, 200), ("reading", 1, 1000), ("decoding", 1, 12), ("decoding", 4, 12)]
     assert [(row["what"], row["rows"], row["tokens"]) for row in rows] == kinds

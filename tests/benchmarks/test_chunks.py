@@ -31,15 +31,14 @@ def no_timing(monkeypatch):
     monkeypatch.setitem(FORMS, "cpu", [(SMALL, (8, 16))])
 
 
-def run(monkeypatch, tmp_path, *options):
+def run(call, tmp_path, *options):
     """Exit status and rows of the command."""
     file = tmp_path / "chunks.csv"
-    monkeypatch.setattr("sys.argv", ["chunks", "--threads", "1", "--csv", str(file), *options])
-    return chunks.main(), read(file)
+    return call(chunks, "--threads", "1", "--csv", file, *options), read(file)
 
 
-def test_rows(monkeypatch, tmp_path, capsys):
-    status, rows = run(monkeypatch, tmp_path)
+def test_rows(call, tmp_path, capsys):
+    status, rows = run(call, tmp_path)
     assert status == 0
     columns = "op impl device dtype B T H G K V p chunk gated mode ms ratio err passes failure graph processor commit"
     assert {*columns.split(), "torch"} <= rows[0].keys()
@@ -54,22 +53,22 @@ def test_rows(monkeypatch, tmp_path, capsys):
     assert "p 2, K 4, forward: chunk 16, quadratic up to 16: 1.000x; auto now 1.500x" in printed
 
 
-def test_some_widths(monkeypatch, tmp_path, capsys):
+def test_some_widths(call, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(FORMS, "cpu", [(SMALL, (8, 16)), (Case(T=16, H=2, G=1, K=5, V=3), (8, 16))])
-    status, rows = run(monkeypatch, tmp_path, "--widths", "5")
+    status, rows = run(call, tmp_path, "--widths", "5")
     assert status == 0 and {row["K"] for row in rows} == {5}
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path, "--widths", "6")
+        run(call, tmp_path, "--widths", "6")
     assert "--widths are of [4, 5]; got [6]" in capsys.readouterr().err
 
 
-def test_without_a_gate(monkeypatch, tmp_path, capsys):
-    status, rows = run(monkeypatch, tmp_path, "--no-gate")
+def test_without_a_gate(call, tmp_path, capsys):
+    status, rows = run(call, tmp_path, "--no-gate")
     assert status == 0 and not any(row["gated"] for row in rows)
     assert "H 2, no gate, float32" in capsys.readouterr().out
 
 
-def test_a_wrong_result_is_not_timed_and_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
+def test_a_wrong_result_is_not_timed_and_does_not_stop_the_others(call, monkeypatch, tmp_path, capsys):
     exact = chunks.power_call
 
     def wrong(case, inputs, impl, mode, chunk):
@@ -77,7 +76,7 @@ def test_a_wrong_result_is_not_timed_and_does_not_stop_the_others(monkeypatch, t
         return [x * 1.01 for x in results] if chunk == 16 and case.T == 32 else results
 
     monkeypatch.setattr(chunks, "power_call", wrong)
-    status, rows = run(monkeypatch, tmp_path)
+    status, rows = run(call, tmp_path)
     failed = [row for row in rows if row["failure"]]
     assert status == 1 and {(row["T"], row["chunk"], row["ms"]) for row in failed} == {(32, 16, None)}
     assert all("not timed" in row["failure"] for row in failed)
@@ -138,10 +137,9 @@ def test_figure(tmp_path):
     assert (tmp_path / "chunks.png").stat().st_size > 1000
 
 
-def test_the_cpu_has_no_passes_to_draw(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("sys.argv", ["chunks", "--csv", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.png")])
+def test_the_cpu_has_no_passes_to_draw(call, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        chunks.main()
+        call(chunks, "--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png")
     assert "--plot shows the passes, kernels of --device cuda" in capsys.readouterr().err
 
 
@@ -160,9 +158,8 @@ def test_table():
     assert "the time of that form, median 1.000." in written
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capsys):
+def test_a_gpu_that_is_not_there_is_refused(call, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["chunks", "--device", "cuda", "--csv", str(tmp_path / "x.csv")])
     with pytest.raises(SystemExit):
-        chunks.main()
+        call(chunks, "--device", "cuda", "--csv", tmp_path / "x.csv")
     assert "cuda needs a GPU, and torch finds none" in capsys.readouterr().err

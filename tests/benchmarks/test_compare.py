@@ -22,8 +22,7 @@ def test_a_version_is_that_of_its_folder(tmp_path):
         other.ask(Case(64), "forward")
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["compare", "--base", str(tmp_path), "--csv", str(tmp_path / "rows.csv")])
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, call, capsys):
     with pytest.raises(SystemExit, match="2"):
-        compare.main()
+        call(compare, "--base", tmp_path, "--csv", tmp_path / "rows.csv")
     assert f"expected the folder of a version of sympow; got {tmp_path}" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import csv
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -34,11 +33,6 @@ def corpus(tmp_path_factory):
     for name, documents in (("train", 6), ("heldout", 5)):
         write_split(folder, name, rng.integers(0, 256, (documents, LENGTH // 2), dtype=np.uint16).repeat(2, axis=1))
     return folder
-
-
-def call(monkeypatch, module, *words):
-    monkeypatch.setattr(sys, "argv", ["program", *map(str, words)])
-    return module.main()
 
 
 def records(corpus, runs, **options):
@@ -121,47 +115,47 @@ def test_gain_and_what_is_evaluated():
     assert contexts_of(DOCUMENT, DOCUMENT) == [DOCUMENT]
 
 
-def test_a_subset_holds_documents_of_the_whole(corpus, tmp_path, monkeypatch, capsys):
+def test_a_subset_holds_documents_of_the_whole(corpus, tmp_path, call, capsys):
     words = ("--corpus", corpus, "--out", tmp_path / "some", "--rows", 3)
-    assert call(monkeypatch, subset, *words) == 0
+    assert call(subset, *words) == 0
     assert capsys.readouterr().out.startswith(str(tmp_path / "some"))
     some, whole = (ZarrCorpus(str(folder / "train.zarr"), 256) for folder in (tmp_path / "some", corpus))
     assert [some[i].tolist() for i in range(len(some))] == [whole[i].tolist() for i in (0, 2, 5)]
     assert len(ZarrCorpus(str(tmp_path / "some" / "heldout.zarr"), 256)) == 5
-    assert call(monkeypatch, subset, *words) == 2
+    assert call(subset, *words) == 2
     assert "is there already" in capsys.readouterr().err
 
 
-def test_bigrams_and_the_last_tokens_have_a_known_loss(tmp_path, monkeypatch, capsys):
+def test_bigrams_and_the_last_tokens_have_a_known_loss(tmp_path, call, capsys):
     """Held out are random tokens, and then texts of which each window of 32 has every token once."""
     rng = np.random.default_rng(0)
     for name, texts in (("train", [[0, 1] * (LENGTH // 2)]), ("heldout", rng.integers(0, 256, (4, LENGTH)))):
         write_split(tmp_path, name, texts)
     words = ("--corpus", tmp_path, "--scale", "toy", "--csv", tmp_path / "bigram.csv")
-    assert call(monkeypatch, bigram, *words) == 0 == call(monkeypatch, bigram, *words)
+    assert call(bigram, *words) == 0 == call(bigram, *words)
     (row,) = read(tmp_path / "bigram.csv")
     assert row["loss"] == pytest.approx(math.log(256), abs=0.02) and row["weights"][3] > 0.95
     (tmp_path / "heldout.zarr").rename(tmp_path / "random.zarr")
     write_split(tmp_path, "heldout", np.tile(rng.integers(2, 256, (4, 20)), LENGTH // 20 + 1)[:, :LENGTH])
-    assert call(monkeypatch, bigram, *words) == 0
+    assert call(bigram, *words) == 0
     assert read(tmp_path / "bigram.csv")[-1]["loss"] == pytest.approx(math.log(bigram.WINDOW), abs=0.05)
-    assert call(monkeypatch, bigram, "--corpus", tmp_path / "none") == 2 and "error: " in capsys.readouterr().err
+    assert call(bigram, "--corpus", tmp_path / "none") == 2 and "error: " in capsys.readouterr().err
 
 
-def test_times_are_kept_once(tmp_path, monkeypatch, capsys):
+def test_times_are_kept_once(tmp_path, call, monkeypatch, capsys):
     monkeypatch.setattr(speed, "TIMED", 1)
     monkeypatch.setattr(speed, "WARM_UP", 1)
     monkeypatch.setattr(speed, "STEPS", 1)
     words = ("speed", "--variants", "power,softmax", "--contexts", 4096, "--modes", "eager,decoding", "--scale", "toy",
              "--device", "cpu", "--csv", tmp_path / "speed.csv")  # fmt: skip
-    assert call(monkeypatch, program, *words) == 0
+    assert call(program, *words) == 0
     with open(tmp_path / "speed.csv") as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["context"], row["mode"]) for row in rows] == [
         (variant, "4096", mode) for variant in ("power", "softmax") for mode in ("decoding", "eager")]  # fmt: skip
     assert mean(float(row["tokens_per_second"]) for row in rows) > 0 and all(row["code"] for row in rows)
     capsys.readouterr()
-    assert call(monkeypatch, program, *words) == 0
+    assert call(program, *words) == 0
     assert capsys.readouterr().out == "0 cases to time\n"
-    assert call(monkeypatch, program, *words[:2], "none", *words[3:]) == 2
+    assert call(program, *words[:2], "none", *words[3:]) == 2
     assert "error: " in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The page of context scaling: numbers of made-up rows with known answers, and sentences that follow from the rows."""
 
 import math
-import sys
 from dataclasses import replace
 from statistics import fmean
 
@@ -371,9 +370,8 @@ def test_the_readme_says_by_the_rows_which_model_to_train():
 @pytest.mark.parametrize(
     ("words", "told"), [(["show", "bars_4096"], "| 4,096 tokens | p = 2, 0.002 | 3.017 "), (["claims"], "| one run |")]
 )
-def test_results_are_printed(monkeypatch, capsys, words, told):
-    monkeypatch.setattr(sys, "argv", ["context_scaling", *words])
-    assert program.main() == 0 and told in capsys.readouterr().out
+def test_results_are_printed(call, capsys, words, told):
+    assert call(program, *words) == 0 and told in capsys.readouterr().out
 
 
 def test_other_pages_quote_the_committed_rows():

@@ -1,7 +1,5 @@
 """Measures of the context: on models that know what stands in their window, and on a folder of a run."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -89,7 +87,7 @@ def test_models_are_compared_by_document_and_seed():
     assert compared([], []) is None
 
 
-def test_a_kept_run_is_measured_from_its_folder(tmp_path, monkeypatch, capsys):
+def test_a_kept_run_is_measured_from_its_folder(tmp_path, call, capsys):
     from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
     from benchmarks.context_scaling.work import Trainer
 
@@ -97,13 +95,11 @@ def test_a_kept_run_is_measured_from_its_folder(tmp_path, monkeypatch, capsys):
     run = Run("power", 4096)
     record = Trainer("toy", corpus, "cpu", measures=True, keep=tmp_path / "kept").prepare(0)(run)
     assert SCALES["toy"].steps == record["row"]["steps"] and len(record["use"]) == 5 * 3 + 2 * 3
-    words = ["context_use", "--runs", str(tmp_path / "kept" / run.name), "--corpus", str(corpus), "--device", "cpu",
+    words = ["--runs", str(tmp_path / "kept" / run.name), "--corpus", str(corpus), "--device", "cpu",
              "--csv", str(tmp_path / "use.csv")]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", words)
-    assert context_use.main() == 0 and f"{run.name}: cut 1,024: " in capsys.readouterr().out
+    assert call(context_use, *words) == 0 and f"{run.name}: cut 1,024: " in capsys.readouterr().out
     rows = {(row["measure"], row["length"]): row for row in read(tmp_path / "use.csv")}
     for row in record["use"]:
         if (row["measure"], row["length"]) in rows and row["length"] in (0, 256, 1024):
             assert rows[row["measure"], row["length"]]["documents"] == row["documents"]
-    monkeypatch.setattr(sys, "argv", [*words[:2], str(tmp_path / "none"), *words[3:]])
-    assert context_use.main() == 2 and "error: " in capsys.readouterr().err
+    assert call(context_use, "--runs", tmp_path / "none", *words[2:]) == 2 and "error: " in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The benchmark of decoding on a very small model: what is checked before it is timed, and what the rows hold."""
 
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -50,11 +49,10 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
         decoding.measure("power", config(decoding.MIXERS["power"]), [40], tokens=3)
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path, call, capsys):
     threads, file = torch.get_num_threads(), tmp_path / "rows.csv"
     words = ["--preset", "nano", "--contexts", "8", "40", "--tokens", "2", "--threads", str(threads)]
-    monkeypatch.setattr(sys, "argv", ["decoding", *words, "--csv", str(file)])
-    decoding.main()
+    call(decoding, *words, "--csv", file)
     assert [(row["mixer"], row["context"]) for row in read(file)] == [
         (name, context) for name in decoding.MIXERS for context in (8, 40)
     ]

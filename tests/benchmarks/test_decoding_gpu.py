@@ -13,7 +13,7 @@ SMALL = Step(Case(1, B=2, H=2, G=2, K=4, V=4, dtype="bfloat16"))
 
 
 @pytest.fixture(autouse=True)
-def no_timing(monkeypatch):
+def no_timing(call, monkeypatch):
     """A turn of 4 steps takes 8 ms, a copy 1 ms, the backends of torch 8 ms and more."""
 
     def times(calls, device, rounds):

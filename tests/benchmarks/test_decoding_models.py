@@ -1,7 +1,5 @@
 """The benchmark of decoding whole models on a very small shape: what the rows hold."""
 
-import sys
-
 from benchmarks import decoding_models
 from benchmarks.common.measure import read
 from benchmarks.pages.result_tables import TABLES
@@ -9,11 +7,10 @@ from sympow.layers import base
 from sympow.ops.fused import step_products
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path, call, capsys):
     file, most = tmp_path / "rows.csv", (step_products.MOST_ROWS, step_products.FEW_WIDE_ROWS)
     words = ["--preset", "nano", "--vocabulary", "31", "--context", "12", "--batches", "1", "2", "--threads", "2"]
-    monkeypatch.setattr(sys, "argv", ["decoding_models", *words, "--csv", str(file)])
-    decoding_models.main()
+    call(decoding_models, *words, "--csv", file)
     rows = read(file)
     assert [(row["mixer"], row["dtype"], row["rows"]) for row in rows] == [
         (name, dtype, batch) for name in decoding_models.MIXERS for dtype in ("bfloat16", "float32") for batch in (1, 2)

@@ -17,12 +17,11 @@ def small(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, mode: module)
 
 
-def test_rows(monkeypatch, tmp_path):
+def test_rows(call, monkeypatch, tmp_path):
     """The columns that results promise, from the command itself."""
     monkeypatch.setattr(host, "microseconds", lambda calls, device: [(len(call()), 8.0) for call in calls])
     file = tmp_path / "host.csv"
-    monkeypatch.setattr("sys.argv", ["host", "--device", "cpu", "--threads", "1", "--csv", str(file)])
-    host.main()
+    call(host, "--device", "cpu", "--threads", "1", "--csv", file)
     rows = read(file)
     assert [row["what"] for row in rows] == ["forward", "forward+backward", *host.LAYERS]
     columns = "what T us peer_us one_thread_us peer_one_thread_us wall_us peer_wall_us ratio err peer processor"

@@ -1,6 +1,5 @@
 """Learning runs: each is one of a kind, trained and kept once; the table, and what pages quote of it."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from statistics import mean, stdev
@@ -30,11 +29,6 @@ def corpus(tmp_path):
     return random_corpus(tmp_path, 4, 3, LENGTH)
 
 
-def call(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["learning", *map(str, words)])
-    return learning.main()
-
-
 def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
     runs = list(dict.fromkeys(run for grid in learning.GRIDS.values() for run in grid))
     assert len({run.name for run in runs}) == len(runs) > 50
@@ -57,7 +51,7 @@ def test_a_run_can_take_fused_projections_whole(tmp_path):
     assert [rows for _, rows in whole] == [[sum(rows)] for _, rows in split] != [rows for _, rows in split]
 
 
-def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys):
+def test_runs_are_trained_once_and_merged(corpus, tmp_path, call, monkeypatch, capsys):
     monkeypatch.setattr(learning, "run_jobs", partial(run_jobs, executor=None))
     monkeypatch.setattr(measure, "commit", lambda: "123456789012")
     monkeypatch.setattr(learning, "TABLE", tmp_path / "committed" / "learning.csv")
@@ -67,8 +61,8 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
     names = "softmax_gate:1024:4e-3:0:30146560:muon,power_delta:1024:4e-3:0:30146560:muon:2"
     where = ("--corpus", corpus, "--out", tmp_path / "out", "--scale", "toy", "--device", "cpu")
     words = ("run", "--names", names, *where, "--measures", "--keep", tmp_path / "kept")
-    assert call(monkeypatch, *words) == 0
-    assert call(monkeypatch, "merge", "--from", tmp_path / "out") == 0
+    assert call(learning, *words) == 0
+    assert call(learning, "merge", "--from", tmp_path / "out") == 0
     rows = {row["variant"]: row for row in read_rows(tmp_path / "committed" / "learning.csv", ("commit", "corpus"))}
     assert rows["power_delta"]["muon_rate"] == 2
     assert rows["power_delta"]["gate_softmax_loss"] == rows["softmax_gate"]["held_out_loss"]
@@ -76,33 +70,33 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
     assert {row["run"] for row in use} == {path.name for path in (tmp_path / "kept").iterdir()}
     assert {row["measure"] for row in use} == {"cut", "position", "hits", "copy", "recalled"}
     capsys.readouterr()
-    assert call(monkeypatch, "merge", "--from", tmp_path / "out") == 0
+    assert call(learning, "merge", "--from", tmp_path / "out") == 0
     assert capsys.readouterr().out == "0 runs added, 2 replaced\n"
     assert read(tmp_path / "committed" / "learning_context.csv") == use
-    assert call(monkeypatch, *words) == 0
+    assert call(learning, *words) == 0
     assert "0 of 2 runs to do" in capsys.readouterr().out
-    assert call(monkeypatch, *words, "--again", "--minutes", 0) == 0
+    assert call(learning, *words, "--again", "--minutes", 0) == 0
     assert "2 of 2 runs to do" in capsys.readouterr().out
     (tmp_path / "committed" / "learning_context.csv").unlink()
-    assert call(monkeypatch, *words[:-3], "--minutes", 0) == 0
-    assert call(monkeypatch, *words, "--minutes", 0) == 0
+    assert call(learning, *words[:-3], "--minutes", 0) == 0
+    assert call(learning, *words, "--minutes", 0) == 0
     said = capsys.readouterr().out
     assert "0 of 2 runs to do" in said and "2 of 2 runs to do" in said
-    assert call(monkeypatch, "run", "--studies", "powers", *where, "--minutes", 0) == 0
+    assert call(learning, "run", "--studies", "powers", *where, "--minutes", 0) == 0
     assert capsys.readouterr().out == "12 of 12 runs to do\n"
-    assert call(monkeypatch, "run", "--grids", "none", "--corpus", corpus, "--out", tmp_path / "out") == 2
+    assert call(learning, "run", "--grids", "none", "--corpus", corpus, "--out", tmp_path / "out") == 2
     assert "error: a grid is one of rates, adamw" in capsys.readouterr().err
 
 
-def test_a_plan_says_how_long_runs_take(monkeypatch, tmp_path, capsys):
-    assert call(monkeypatch, "plan", "--grids", "rates") == 0
+def test_a_plan_says_how_long_runs_take(call, monkeypatch, tmp_path, capsys):
+    assert call(learning, "plan", "--grids", "rates") == 0
     assert capsys.readouterr().out.startswith("0 runs: ")
     monkeypatch.setattr(learning, "USE", tmp_path / "none.csv")
-    assert call(monkeypatch, "plan", "--grids", "rates", "--measures") == 0
+    assert call(learning, "plan", "--grids", "rates", "--measures") == 0
     assert len(capsys.readouterr().out.splitlines()) == len(learning.GRIDS["rates"]) + 1
     with monkeypatch.context() as patch:
         patch.setattr(learning, "TABLE", tmp_path / "none.csv")
-        assert call(monkeypatch, "plan", "--grids", "slow", "--gpus", "4", "--workers", "8") == 0
+        assert call(learning, "plan", "--grids", "slow", "--gpus", "4", "--workers", "8") == 0
     *runs, total = capsys.readouterr().out.splitlines()
     assert len(runs) == 6 and all(" s  " in line for line in runs) and total.startswith("6 runs: ")
     known = next(row for row in read(learning.TABLE) if row["variant"] == "power" and row["context"] == 4096)

@@ -1,7 +1,5 @@
 """The benchmark of a long row, at a length that is none."""
 
-import sys
-
 import pytest
 import torch
 
@@ -10,11 +8,10 @@ from benchmarks.common.measure import read
 from sympow.training.trainer import TrainingResult
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path, call, capsys):
     words = ["--device", "cpu", "--preset", "nano", "--vocabulary", "8", "--length", "101", "--context", "16"]
     words += ["--rows", "2", "--steps", "3", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["long_row", *words])
-    code = long_row.main()
+    code = call(long_row, *words)
     (result,) = read(tmp_path / "long_row.csv")
     assert code == int(not result["flat_or_falling"]) and result["finite"] and result["trained_steps"] == 3
     spans = result["curve"]
@@ -24,10 +21,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "101 tokens, forward and backward" in capsys.readouterr().out
 
 
-def test_a_training_that_was_stopped_is_not_measured(tmp_path, monkeypatch, capsys):
+def test_a_training_that_was_stopped_is_not_measured(tmp_path, call, monkeypatch, capsys):
     monkeypatch.setattr(long_row, "train", lambda *_, **__: TrainingResult(3, 9, 1.0, "SIGTERM"))
-    monkeypatch.setattr(sys, "argv", ["long_row", "--device", "cpu", "--out", str(tmp_path)])
-    assert long_row.main() == 1
+    assert call(long_row, "--device", "cpu", "--out", tmp_path) == 1
     assert capsys.readouterr().out == "stopped by SIGTERM at step 3: the same command goes on\n"
 
 

@@ -1,7 +1,5 @@
 """The benchmark of a million tokens of text, on documents of a few."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -49,10 +47,9 @@ def trained(corpus):
     return train_at
 
 
-def call(monkeypatch, corpus, *words):
+def measured(call, corpus, *words):
     where = ["--device", "cpu", "--corpus", str(corpus), "--csv", str(corpus / "found.csv"), "--length", "96"]
-    monkeypatch.setattr(sys, "argv", ["long_text", *where, *words])
-    return long_text.main()
+    return call(long_text, *where, *words)
 
 
 def test_losses_in_rows_are_those_of_the_model_that_starts_anew(documents):
@@ -81,10 +78,10 @@ def test_the_gain_is_of_the_second_half_of_rows_behind_the_first():
     assert rows[5]["loss_in_rows"] == pytest.approx(2.6) and rows[5]["loss_late"] == rows[0]["loss"] == 2.0
 
 
-def test_command_keeps_the_rows_of_other_runs(corpus, trained, monkeypatch, capsys):
+def test_command_keeps_the_rows_of_other_runs(corpus, trained, call, capsys):
     short, long = (str(trained(context)) for context in (16, 32))
-    call(monkeypatch, corpus, "--runs", short, "--documents", "2")
-    call(monkeypatch, corpus, "--runs", long, long)  # its rows are replaced
+    measured(call, corpus, "--runs", short, "--documents", "2")
+    measured(call, corpus, "--runs", long, long)  # its rows are replaced
     rows = read(corpus / "found.csv")
     assert [(row["trained_context"], row["documents"], row["start"]) for row in rows] == [
         (context, count, start) for context, count in ((16, 2), (32, 3)) for start in (1, 2, 4, 8, 16, 32, 64)
@@ -98,10 +95,10 @@ def test_command_keeps_the_rows_of_other_runs(corpus, trained, monkeypatch, caps
     assert "3 held-out texts of 96 tokens" in long_text_table(rows[7:])
 
 
-def test_documents_without_far_context_are_refused(corpus, trained, monkeypatch, capsys):
-    assert call(monkeypatch, corpus, "--runs", str(trained(40)), "--length", "72") == 2
+def test_documents_without_far_context_are_refused(corpus, trained, call, capsys):
+    assert measured(call, corpus, "--runs", str(trained(40)), "--length", "72") == 2
     assert "at least 80 tokens, twice the context of power+p=2-40-2M" in capsys.readouterr().err
-    assert call(monkeypatch, corpus, "--runs", str(trained(16)), "--length", "960") == 2
+    assert measured(call, corpus, "--runs", str(trained(16)), "--length", "960") == 2
     assert "for a document of 960 tokens; got 7 rows of 48 tokens" in capsys.readouterr().err
 
 

@@ -1,7 +1,5 @@
 """The benchmark of associative recall keeps rows with their commit, goes on with them, and has a bar."""
 
-import sys
-
 import pytest
 
 from benchmarks import mqar
@@ -12,7 +10,7 @@ from sympow.recall.results import SETTING, chosen
 
 
 @pytest.mark.parametrize(("accuracies", "code"), [((0.2, 0.995, 0.99), 0), ((1.0, 0.989, 0.98), 1)])
-def test_rows_and_the_bar(tmp_path, monkeypatch, capsys, accuracies, code):
+def test_rows_and_the_bar(tmp_path, call, monkeypatch, capsys, accuracies, code):
     def run_sweep(sweep, folder, *, about, **options):
         assert sweep.name == "mqar-anchors" and len(sweep.runs) == 6
         assert {run.epochs for run in sweep.runs} == {2}
@@ -23,9 +21,8 @@ def test_rows_and_the_bar(tmp_path, monkeypatch, capsys, accuracies, code):
         return rows
 
     monkeypatch.setattr(mqar, "run_sweep", run_sweep)
-    command = ["mqar", "mqar:anchors", "epochs=2", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    assert mqar.main() == code
+    command = ["mqar:anchors", "epochs=2", "--csv", tmp_path / "rows.csv", "--out", tmp_path]
+    assert call(mqar, *command) == code
     rows = read_results(tmp_path / "rows.csv")
     assert [row["test_accuracy"] for row in rows] == list(accuracies)
     assert all(row["commit"] and "thread" in row["processor"] for row in rows)
@@ -44,35 +41,33 @@ def tiny(monkeypatch):
     return sweep
 
 
-def command(monkeypatch, tmp_path, *words):
-    arguments = ["mqar", "tiny", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "sweep"), *words]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert mqar.main() == 0
+def command(call, tmp_path, *words):
+    assert call(mqar, "tiny", "--csv", tmp_path / "rows.csv", "--out", tmp_path / "sweep", *words) == 0
     return read_results(tmp_path / "rows.csv")
 
 
-def test_a_part_of_a_sweep_keeps_the_rows_of_others(tiny, tmp_path, monkeypatch):
-    rows = command(monkeypatch, tmp_path, "--only", "width=16", "--only", "seed=1")
+def test_a_part_of_a_sweep_keeps_the_rows_of_others(tiny, tmp_path, call):
+    rows = command(call, tmp_path, "--only", "width=16", "--only", "seed=1")
     assert {(row["width"], row["seed"]) for row in rows} == {(16, 1)} and len(rows) == 2
-    rows = command(monkeypatch, tmp_path, "--only", "width=8", "--only", "seed=1")
+    rows = command(call, tmp_path, "--only", "width=8", "--only", "seed=1")
     assert {(row["width"], row["seed"]) for row in rows} == {(8, 1), (16, 1)} and len(rows) == 4
     with pytest.raises(SystemExit):
-        command(monkeypatch, tmp_path, "--only", "width=32")
+        command(call, tmp_path, "--only", "width=32")
 
 
-def test_a_file_of_another_sweep_is_refused(tiny, tmp_path, monkeypatch, capsys):
-    rows = command(monkeypatch, tmp_path, "--only", "width=8", "--only", "seed=1")
+def test_a_file_of_another_sweep_is_refused(tiny, tmp_path, call, capsys):
+    rows = command(call, tmp_path, "--only", "width=8", "--only", "seed=1")
     before = (tmp_path / "rows.csv").read_bytes()
     with pytest.raises(SystemExit):
-        command(monkeypatch, tmp_path, "weight_decay=0.2")
+        command(call, tmp_path, "weight_decay=0.2")
     assert (
         f"holds 2 runs that are not of this sweep, such as {min(row['run'] for row in rows)}" in capsys.readouterr().err
     )
     assert (tmp_path / "rows.csv").read_bytes() == before
 
 
-def test_other_seeds_run_at_the_best_rate_of_the_first(tiny, tmp_path, monkeypatch):
-    rows = command(monkeypatch, tmp_path, "--best-rate")
+def test_other_seeds_run_at_the_best_rate_of_the_first(tiny, tmp_path, call):
+    rows = command(call, tmp_path, "--best-rate")
     assert len(rows) == 2 * (2 + 2)
     for width in (8, 16):
         first = [row for row in rows if (row["width"], row["seed"]) == (width, 0)]
@@ -81,7 +76,7 @@ def test_other_seeds_run_at_the_best_rate_of_the_first(tiny, tmp_path, monkeypat
         assert [(row["learning_rate"], row["seed"]) for row in others] == [(best, 1), (best, 2)]
 
 
-def test_a_run_with_a_row_in_the_file_is_not_repeated(tmp_path, monkeypatch):
+def test_a_run_with_a_row_in_the_file_is_not_repeated(tmp_path, call, monkeypatch):
     """Two workers finish a sweep of which the file holds one run, made at another commit, and nothing else is left."""
     task = RecallTask(length=16, pairs=2, vocab_size=32)
     model = Architecture("linear", (MixerConfig("linear"),), layers=1, mlp_ratio=0)
@@ -91,9 +86,7 @@ def test_a_run_with_a_row_in_the_file_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(mqar, "load_sweep", lambda recipe: sweep)
 
     def command(folder):
-        arguments = ["mqar", "tiny", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path / folder)]
-        monkeypatch.setattr(sys, "argv", [*arguments, "--jobs", "2"])
-        assert mqar.main() == 0
+        assert call(mqar, "tiny", "--csv", tmp_path / "rows.csv", "--out", tmp_path / folder, "--jobs", "2") == 0
         return read_results(tmp_path / "rows.csv")
 
     first = command("first")

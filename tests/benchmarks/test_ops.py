@@ -16,12 +16,11 @@ def no_timing(monkeypatch):
     monkeypatch.setattr(ops, "peak_extra_bytes", lambda call: 1)
 
 
-def test_rows(monkeypatch, tmp_path):
+def test_rows(call, monkeypatch, tmp_path):
     """The columns that results promise, from the command itself."""
     monkeypatch.setitem(CASES, "cpu", [SMALL])
     file = tmp_path / "ops.csv"
-    monkeypatch.setattr("sys.argv", ["ops", "--device", "cpu", "--threads", "1", "--csv", str(file)])
-    ops.main()
+    call(ops, "--device", "cpu", "--threads", "1", "--csv", file)
     rows = read(file)
     assert [row["mode"] for row in rows] == ["forward", "forward+backward"]
     columns = "op impl peer device dtype B T H G K V p chunk gated mode ms peer_ms ratio err commit torch"
@@ -29,24 +28,22 @@ def test_rows(monkeypatch, tmp_path):
     assert 0 < rows[1]["err"] < 1e-5
 
 
-def test_some_cases_leave_other_rows(monkeypatch, tmp_path, capsys):
+def test_some_cases_leave_other_rows(call, monkeypatch, tmp_path, capsys):
     """And replace their own."""
     monkeypatch.setitem(CASES, "cpu", [SMALL, replace(SMALL, T=80)])
     monkeypatch.setattr(ops, "peak_memory", lambda *_: 1.0)  # measured in a process of its own, as in `test_rows`
     file = tmp_path / "ops.csv"
-    command = ["ops", "--device", "cpu", "--threads", "1", "--csv", str(file)]
+    command = ["--device", "cpu", "--threads", "1", "--csv", str(file)]
     for more in ([], ["--times", "80", "--powers", "2"]):
-        monkeypatch.setattr("sys.argv", command + more)
-        ops.main()
+        call(ops, *command, *more)
         rows = read(file)
         assert [(row["T"], row["mode"]) for row in rows] == [
             (70, "forward"), (70, "forward+backward"), (80, "forward"), (80, "forward+backward")
         ]  # fmt: skip
         monkeypatch.setattr(ops, "milliseconds", lambda calls, device, rounds=7: [2.0] * len(calls))
     assert [row["ms"] for row in rows] == [1.0, 1.0, 2.0, 2.0]
-    monkeypatch.setattr("sys.argv", [*command, "--times", "80", "90"])
     with pytest.raises(SystemExit):
-        ops.main()
+        call(ops, *command, "--times", "80", "90")
     assert r"--times are of [70, 80]; got [80, 90]" in capsys.readouterr().err
 
 

@@ -13,15 +13,14 @@ def no_timing(monkeypatch):
     monkeypatch.setattr(powers, "milliseconds", lambda calls, device, **_: [2.0 + len(calls)] * len(calls))
 
 
-def run(monkeypatch, tmp_path, *options):
+def run(call, tmp_path, *options):
     """Exit status and rows of the command."""
     file = tmp_path / "powers.csv"
-    monkeypatch.setattr("sys.argv", ["powers", "--csv", str(file), *OPTIONS, *options])
-    return powers.main(), read(file)
+    return call(powers, "--csv", file, *OPTIONS, *options), read(file)
 
 
-def test_rows_and_table(monkeypatch, tmp_path, capsys):
-    status, rows = run(monkeypatch, tmp_path)
+def test_rows_and_table(call, tmp_path, capsys):
+    status, rows = run(call, tmp_path)
     assert status == 0
     forms = ["chunk 8", "chunk 16", "quadratic", "auto"]
     assert [row["form"] for row in rows] == forms * 4
@@ -34,15 +33,15 @@ def test_rows_and_table(monkeypatch, tmp_path, capsys):
     assert any(line.startswith("| 4 | 3 | 5 | 1 | chunk 16 | 6.00 ") and "6.00 (1.00x)" in line for line in lines)
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
+def test_a_wrong_result_is_not_timed(call, monkeypatch, tmp_path):
     real = powers.power_call
 
-    def call(case, inputs, impl, mode, chunk=None):
+    def wrong_call(case, inputs, impl, mode, chunk=None):
         results = real(case, inputs, impl, mode, chunk)
         return [2 * x for x in results] if chunk == 8 else results
 
-    monkeypatch.setattr(powers, "power_call", call)
-    status, rows = run(monkeypatch, tmp_path)
+    monkeypatch.setattr(powers, "power_call", wrong_call)
+    status, rows = run(call, tmp_path)
     assert status == 1
     wrong = [row for row in rows if row["form"] == "chunk 8"]
     assert all(row["ms"] is None and row["failure"].startswith("RuntimeError") for row in wrong)

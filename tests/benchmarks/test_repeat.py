@@ -20,7 +20,7 @@ def patch_hashes(monkeypatch, code_hash):
 
 
 @pytest.fixture
-def repeated(monkeypatch, tmp_path):
+def repeated(call, monkeypatch, tmp_path):
     """Returns a function that writes a file of earlier code, repeats rows, and returns the exit status and what is
     stale then."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
@@ -30,8 +30,7 @@ def repeated(monkeypatch, tmp_path):
     def run(name, old, *new):
         write(tmp_path / name, old)
         write(tmp_path.parent / f"{tmp_path.name}-new.csv", new)
-        monkeypatch.setattr("sys.argv", ["repeat", name, str(tmp_path.parent / f"{tmp_path.name}-new.csv")])
-        return repeat.main(), tables.stale(tmp_path / name)
+        return call(repeat, name, tmp_path.parent / f"{tmp_path.name}-new.csv"), tables.stale(tmp_path / name)
 
     return run
 
@@ -40,7 +39,7 @@ def new(row, **changed):
     return row | {"commit": "unknown", "code": NOW} | changed
 
 
-def test_a_file_is_confirmed(repeated, tmp_path, monkeypatch, capsys):
+def test_a_file_is_confirmed(repeated, tmp_path, call, capsys):
     other = SPEED | {"T": 4096}
     assert repeated("ops_h200.csv", [SPEED, other], new(SPEED, ms=1.05), new(other, ratio=1.9)) == (0, [])
     lines = read(tmp_path / repeat.REPEATED)
@@ -51,9 +50,8 @@ def test_a_file_is_confirmed(repeated, tmp_path, monkeypatch, capsys):
     assert tables.stale_lines(["ops_h200.csv"]) == (
         "Measured with earlier code: `ops_h200.csv`; 2 rows repeated agree (T 1,024, 4,096)."
     )
-    monkeypatch.setattr("sys.argv", ["tables", "--stale"])
     capsys.readouterr()
-    assert (tables.main(), capsys.readouterr().out) == (0, "")  # nor is the record stale
+    assert (call(tables, "--stale"), capsys.readouterr().out) == (0, "")  # nor is the record stale
 
 
 def test_a_note_says_which_rows_were_repeated(repeated, tmp_path, monkeypatch):

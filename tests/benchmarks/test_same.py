@@ -11,7 +11,7 @@ from benchmarks.common.measure import write
 from sympow.ops import power_attention
 
 
-def test_all_bits_count(monkeypatch):
+def test_all_bits_count(call):
     """Of outputs, states and gradients. A scale that is one rounding larger changes them."""
     given = same.inputs("cpu", 20, 2, 1, 8, torch.float32)
     given.pop("beta")
@@ -34,13 +34,12 @@ def test_calls_have_names_of_their_own():
     assert len(set(names)) == len(names) > 40
 
 
-def test_a_version_that_fails_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_version_that_fails_is_refused(tmp_path, call, capsys):
     for folder in ("sympow", "sympow/ops"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text("raise ImportError('the other version')\n")
-    monkeypatch.setattr("sys.argv", ["same", "--base", str(tmp_path), "--device", "cpu", "--csv", str(tmp_path / "a")])
     with pytest.raises(RuntimeError, match=f"a call of {tmp_path} failed"):
-        same.main()
+        call(same, "--base", tmp_path, "--device", "cpu", "--csv", tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 

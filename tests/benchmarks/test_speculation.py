@@ -1,7 +1,5 @@
 """The benchmarks of drafts and of restored contexts on a very small run: what is compared, and what the rows hold."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -19,13 +17,12 @@ def run(tmp_path_factory):
         yield str(folder / "power")
 
 
-def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):
+def test_rows_of_drafts(run, tmp_path, call, monkeypatch, capsys):
     monkeypatch.setattr(Pace, "length", lambda self: 5)
     file = tmp_path / "rows.csv"
-    words = ["speculation", run, "--draft", run, "--prompts", "4", "--prompt", "20", "--tokens", "12"]
+    words = [run, "--draft", run, "--prompts", "4", "--prompt", "20", "--tokens", "12"]
     words += ["--csv", str(file)]
-    monkeypatch.setattr(sys, "argv", [*words, "--threads", str(torch.get_num_threads())])
-    speculation.main()
+    call(speculation, *words, "--threads", str(torch.get_num_threads()))
     rows = read(file)
     assert [(row["text"], row["temperature"], row["drafts"]) for row in rows] == [
         (text, temperature, drafts)

@@ -1,7 +1,6 @@
 """The benchmarks of training on a very small model on the CPU: what is checked before it is timed, and the rows."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
@@ -14,26 +13,24 @@ SHAPE = training.Shape("nano", vocabulary=29, context=16, rows=4, micro_batch=2)
 CPU = torch.device("cpu")
 
 
-def command(monkeypatch, file, *words: str) -> list[dict]:
+def command(call, file, *words: str) -> list[dict]:
     options = ["--device", "cpu", "--preset", "nano", "--vocabulary", "29", "--tokens", "32", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["training", *options, *words, "--csv", str(file)])
-    training.main()
+    call(training, *options, *words, "--csv", file)
     return read(file)
 
 
 @pytest.mark.parametrize("words", [["--contexts", "0"], ["--steps", "0"], ["--micro-batch", "-1"], ["--csv", "."]])
-def test_wrong_options_are_refused_before_anything_is_timed(words, monkeypatch, capsys):
+def test_wrong_options_are_refused_before_anything_is_timed(words, call, monkeypatch, capsys):
     monkeypatch.setattr(training, "measure", None)
-    monkeypatch.setattr(sys, "argv", ["training", "--device", "cpu", "--csv", "rows.csv", *words])
     with pytest.raises(SystemExit):
-        training.main()
+        call(training, "--device", "cpu", "--csv", "rows.csv", *words)
     assert f"error: argument {words[0]}: " in capsys.readouterr().err
 
 
-def test_rows(tmp_path, monkeypatch, capsys):
+def test_rows(tmp_path, call, capsys):
     file = tmp_path / "rows.csv"
     words = ["--contexts", "32", "16", "--mixers", "softmax", "power", "--modes", "eager", "checkpoint"]
-    rows = command(monkeypatch, file, *words)
+    rows = command(call, file, *words)
     assert [(row["context"], row["rows"], row["mixer"], row["mode"]) for row in rows] == [
         (context, 32 // context, mixer, mode)
         for context in (32, 16)
@@ -49,18 +46,18 @@ def test_rows(tmp_path, monkeypatch, capsys):
 
     known = rows[:7]
     write(file, known)
-    assert command(monkeypatch, file, *words)[:7] == known  # a run that was stopped goes on
+    assert command(call, file, *words)[:7] == known  # a run that was stopped goes on
     assert "checkpoint" in capsys.readouterr().out
 
 
-def test_optimizers_are_compared_with_adamw(tmp_path, monkeypatch, capsys):
+def test_optimizers_are_compared_with_adamw(tmp_path, call, capsys):
     """In a file whose earlier rows do not name their optimizer."""
     file = tmp_path / "rows.csv"
     words = ["--contexts", "16", "--mixers", "power", "--modes", "eager"]
-    (known,) = command(monkeypatch, file, *words)
+    (known,) = command(call, file, *words)
     del known["optimizer"]
     write(file, [known])
-    adamw, muon = command(monkeypatch, file, *words, "--optimizers", "adamw", "muon")
+    adamw, muon = command(call, file, *words, "--optimizers", "adamw", "muon")
     assert adamw["ms"] == known["ms"] and (adamw["optimizer"], muon["optimizer"]) == ("adamw", "muon")
     assert muon["over_adamw"] == pytest.approx(adamw["ms"] / muon["ms"], rel=0.01) and muon["loss"] == adamw["loss"]
     assert f"{muon['over_adamw']:.2f}x AdamW" in capsys.readouterr().out.splitlines()[-1]
@@ -97,7 +94,7 @@ def test_a_step_takes_the_longer_of_the_times_of_host_and_device(monkeypatch, ho
     assert now[0] >= idle[0], "the device still works"
 
 
-def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, capsys):
+def test_a_wrong_step_is_not_timed(tmp_path, call, monkeypatch, capsys):
     """One that does not come to the plain one, or to float32; and the others go on."""
     exact = training.take_steps
 
@@ -107,7 +104,7 @@ def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(training, "take_steps", wrong)
     words = ["--contexts", "16", "--mixers", "power", "--modes", "checkpoint", "eager"]
-    bad, good = command(monkeypatch, tmp_path / "rows.csv", *words)
+    bad, good = command(call, tmp_path / "rows.csv", *words)
     assert bad["error"].startswith("RuntimeError: power, checkpoint: the first step is 1.0e-01 from the plain one")
     assert bad["ms"] is None and good["ms"] > 0 and "not timed" in capsys.readouterr().out
     monkeypatch.setattr(training, "check_precision", lambda *_: float("nan"))
