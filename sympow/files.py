@@ -1,7 +1,8 @@
-"""Small file helpers: the cache folder, atomic writes, which all files of runs and sweeps use too, and digests."""
+"""Small file helpers: the cache folder, atomic writes, which all files of runs and sweeps use, tables and digests."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import glob
 import hashlib
@@ -10,8 +11,9 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -153,6 +155,20 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file of UTF-8 text as `atomic_write` does, with the line ends that `text` has."""
     with atomic_write(path) as file:
         file.write(text.encode())
+
+
+def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Writes the columns' names and the rows as CSV, every row when it comes.
+
+    An existing file stays as it is until there is a first row, or none.
+    """
+    rows = iter(rows)
+    first = list(islice(rows, 1))
+    # The buffer holds one line, so that each line is in the file at once.
+    with naming(path), open(path, "w", newline="", encoding="utf-8", buffering=1) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(chain(first, rows))
 
 
 def sync(path: Path) -> None:

@@ -237,7 +237,7 @@ def run_recall_probe(options: argparse.Namespace) -> None:
     from sympow.cli.recall_tables import ProbeRow, probe_runs, probe_table
     from sympow.cli.result_files import check_table
     from sympow.cli.scored_models import load_scored
-    from sympow.evaluation.passkey import write_table
+    from sympow.files import write_table
     from sympow.training.devices import resolve_device
 
     check_table(options.csv, ProbeRow._fields)

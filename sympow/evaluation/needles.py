@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sympow.evaluation.passkey import BATCH_TOKENS, DEPTHS, FILLER, Continue, Tokenizer, write_table
+from sympow.evaluation.passkey import BATCH_TOKENS, DEPTHS, FILLER, Continue, Tokenizer
+from sympow.files import write_table
 from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 

@@ -7,10 +7,9 @@ Attention, 2023]. The filler contains no information about the number, so the mo
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, product
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sympow.evaluation.plot import panels
-from sympow.files import naming
+from sympow.files import naming, write_table
 from sympow.models import LanguageModel, generate
 from sympow.ops.memory import check_memory
 from sympow.progress import Progress
@@ -166,20 +165,6 @@ def write_passkeys(path: str | os.PathLike[str], rows: Iterable[PasskeyRow]) -> 
     """Writes the rows as a table, a line each, when they come."""
     cells = ([*row[:4], f"{row.accuracy:.4f}", f"{row.digits:.4f}"] for row in rows)
     write_table(path, PasskeyRow._fields, cells)
-
-
-def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Writes the columns' names and the rows as CSV, every row when it comes.
-
-    An existing file stays as it is until there is a first row, or none.
-    """
-    rows = iter(rows)
-    first = list(islice(rows, 1))
-    # The buffer holds one line, so that each line is in the file at once.
-    with naming(path), open(path, "w", newline="", encoding="utf-8", buffering=1) as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(chain(first, rows))
 
 
 def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> None:
