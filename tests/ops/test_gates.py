@@ -211,8 +211,8 @@ def test_one_token_in_float16():
 
 def test_the_budget_counts_terms_that_cancel():
     """Of one channel and p = 3, z is a sum of cubes, here of 4.9, -3.6 and smaller ones. The kernels for Hopper round
-    each product of a cube, the decay's too; z then errs by 2.26e-2 of 1.35. Before, the budget was of the sum alone. A
-    cube that is left out, or a decay of values that is wrong by a fortieth, is not within it."""
+    each product of a cube, the decay's too; z then errs by 2.26e-2 of 1.35, more than a budget of the sum
+    alone allows. A cube that is left out, or a decay of values that is wrong by a fortieth, is not within it."""
     case, inputs, chunk = drawn(5_000_008, 5_000_008, torch.bfloat16, 80, 8)
     want = expected(case, inputs)
     k, gates = inputs["k"].detach()[..., 0], inputs["log_g"].detach().double()
@@ -229,7 +229,7 @@ def test_the_budget_counts_terms_that_cancel():
 @pytest.mark.parametrize("reset", [-1e4, -1e6, -1e9, -1e30, HARDEST], ids=str)
 @pytest.mark.parametrize("impl", ["eager", "reference", "triton"])
 def test_a_reset_takes_nothing_from_what_follows(impl, reset):
-    """Four documents in a row, by resets; before, outputs of size 2 erred by 1e-3 behind -1e4 and by 1 behind -1e9."""
+    """Four documents in a row, by resets. A sum of gates since the start would lose the gates behind a reset."""
     case = Case(T=64, K=4, V=3)
     inputs = make_inputs(case, dtype=torch.float32 if impl == "triton" else torch.float64)
     gates = torch.full_like(inputs["log_g"].detach(), -0.3)
